@@ -1,0 +1,1 @@
+"""Communicators: one file a backend, each against the contract in `base.py`."""

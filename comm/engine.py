@@ -1,0 +1,140 @@
+"""The comm engine: channels, each a communicator with a queue and a thread of its own.
+
+Work that must not wait for each other's order goes on different channels: every attached model has one, named
+operations another. A channel runs its work in the order of submission, which must be the same on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+from .backends.base import Communicator
+from .errors import CommError, MismatchError, PeerLost
+from .handle import Handle
+from .world import World
+
+T = TypeVar("T")
+
+# Errors after which every rank is still at the same place: the channel goes on.
+_HARMLESS = (MismatchError, ValueError, TypeError)
+_JOIN_S = 2.0
+
+
+class Channel:
+    """A queue of work for one communicator, done by one thread.
+
+    Guarantees: work runs in the order of `submit`; a handle is always finished, with a result or an error.
+    Assumes: `submit` is called in the same order on every rank.
+    """
+
+    def __init__(self, communicator: Communicator, name: str) -> None:
+        self.name = name
+        self._communicator = communicator
+        self._queue: SimpleQueue[tuple[Callable[[Communicator], object], str, int, Handle] | None] = SimpleQueue()
+        self._broken: BaseException | None = None
+        # A daemon: a script that raises must end although this thread waits for a peer.
+        self._thread = threading.Thread(target=self._run, name=f"overlap-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[Communicator], T], doing: str, tag: int = 0) -> Handle[T]:
+        """Put `work(communicator)` on the queue and return at once.
+
+        Args:
+            doing: what it is, in words, for errors.
+            tag: see `Communicator.tag`.
+        """
+        handle: Handle[T] = Handle(time.perf_counter())
+        self._queue.put((work, doing, tag, handle))
+        return handle
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, doing, tag, handle = item
+            handle.started_s = time.perf_counter()
+            result, error = None, self._broken
+            if error is None:
+                self._communicator.doing, self._communicator.tag = doing, tag
+                try:
+                    result = work(self._communicator)
+                except BaseException as raised:
+                    error = raised
+                    if not isinstance(raised, _HARMLESS):
+                        self._break(raised)
+            handle.finish(result, error, time.perf_counter())
+            # Not to keep the last bucket's memory alive while the queue is empty.
+            del item, work, handle, result, error
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = error
+        culprit = error.rank if isinstance(error, PeerLost) else None
+        reason = error.reason if isinstance(error, PeerLost) else f"raised {type(error).__name__}: {error}"
+        self._communicator.abort(reason, culprit)
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        self._communicator.abort(reason, culprit)
+
+    def run(self, work: Callable[[Communicator], T]) -> T:
+        """Run `work` on the channel's thread, in order with the rest, and wait for it."""
+        return self.submit(work, "set-up").wait()
+
+    def close(self, reason: str = "ended without an error") -> None:
+        """Finish what is queued if peers allow, leave the group and end the thread."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_S if self._broken is None else 0)
+        self._communicator.close(reason)
+        self._thread.join(_JOIN_S)
+
+
+class Engine:
+    """The communicators of one process in one job.
+
+    Attributes:
+        world: who is in the job.
+        communicator: joins all ranks; for set-up, from the main thread.
+    """
+
+    def __init__(self, world: World, communicator: Communicator) -> None:
+        self.world, self.communicator = world, communicator
+        self._channels: list[Channel] = []
+        # Channels are opened and closed by the main thread while `abort` may come from any.
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def open_channel(self, name: str) -> Channel:
+        """Collective: a channel with a duplicate of the world's communicator."""
+        if self._closed:
+            raise CommError("overlap was shut down: call overlap.init() again")
+        communicator = self.communicator.split(0)
+        assert communicator is not None  # every rank gave a color
+        channel = Channel(communicator, name)
+        with self._lock:
+            self._channels.append(channel)
+        return channel
+
+    def close_channel(self, channel: Channel) -> None:
+        """End a channel's thread; ranks need not do so at the same time."""
+        with self._lock:
+            if channel in self._channels:
+                self._channels.remove(channel)
+        channel.close()
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """Tell all ranks that this one can't go on; callable from any thread."""
+        with self._lock:
+            channels = list(self._channels)
+        self.communicator.abort(reason, culprit)
+        for channel in channels:
+            channel.abort(reason, culprit)
+
+    def close(self, reason: str = "ended without an error") -> None:
+        """End all channels and leave the job. Idempotent."""
+        self._closed = True
+        with self._lock:
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close(reason)
+        self.communicator.close(reason)

@@ -1,0 +1,219 @@
+"""How the ranks of one host meet: a star of Unix sockets around rank 0, which passes descriptors to all.
+
+The sockets are in the abstract namespace: nothing is left behind by a process that is killed. Both ends check
+that the other runs as the same user. Rank 0 passes every rank a pidfd of each other rank: the one thing that
+tells a death at once (a socket's end of file waits for forked children, `kill(pid, 0)` calls zombies alive).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import PeerLost, StartError
+from .world import World
+
+_MESSAGE_BYTES = 64 * 1024
+_LISTEN_BACKLOG = 512
+
+
+class Processes:
+    """Handles of the job's processes on this host, to ask whether they live."""
+
+    def __init__(self, handles: Sequence[int], own: int) -> None:
+        self.handles, self._own = list(handles), own
+
+    def dead(self) -> list[int]:
+        """Ranks whose processes have ended."""
+        # A poll object serves one thread at a time, and every channel's thread asks: so a new one each time.
+        poll = select.poll()
+        for rank, handle in enumerate(self.handles):
+            if rank != self._own:
+                poll.register(handle, select.POLLIN)
+        return [self.handles.index(handle) for handle, _ in poll.poll(0)]
+
+    def close(self) -> None:
+        for handle in self.handles:
+            os.close(handle)
+        self.handles = []
+
+
+@dataclass
+class Links:
+    """One group's sockets: the leader (rank 0) has one to each member, a member one to the leader.
+
+    Attributes:
+        sockets: by rank within the group.
+        members: each member's rank in the job, in the group's order.
+    """
+
+    sockets: dict[int, socket.socket]
+    members: list[int]
+    processes: Processes = field(repr=False)
+
+    def send(self, rank: int, message: Any, descriptors: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self.sockets[rank], [json.dumps(message).encode()], list(descriptors))
+        except OSError as error:
+            raise PeerLost(rank, f"closed its connection ({error.strerror})", "set-up") from error
+
+    def receive(self, rank: int, descriptors: int = 0) -> tuple[Any, list[int]]:
+        """The next message from `rank`, with as many descriptors; PeerLost if it dies first."""
+        poll = select.poll()
+        poll.register(self.sockets[rank], select.POLLIN)
+        handle = self.processes.handles[self.members[rank]]
+        poll.register(handle, select.POLLIN)
+        events = [descriptor for descriptor, _ in poll.poll()]
+        data, fds = b"", []
+        if self.sockets[rank].fileno() in events:
+            data, fds, _, _ = socket.recv_fds(self.sockets[rank], _MESSAGE_BYTES, descriptors)
+        if not data:
+            raise PeerLost(rank, "ended", "set-up")
+        return json.loads(data), fds
+
+    def close(self) -> None:
+        for link in self.sockets.values():
+            link.close()
+        self.sockets = {}
+
+
+def meet(world: World, generation: int, timeout_s: float) -> Links:
+    """Find the other ranks of `world` on this host.
+
+    Args:
+        generation: how often this process has met before (init, shutdown, init, ...).
+        timeout_s: how long to wait for all of them.
+
+    Raises:
+        StartError: not all ranks came in time; names the ranks that are missing.
+    """
+    name = f"\0{world.address}-{generation}"
+    if world.size == 1:
+        return Links({}, [0], Processes([os.pidfd_open(os.getpid())], 0))
+    deadline = time.monotonic() + timeout_s
+    if world.local_rank == 0:
+        return _gather(world, name, deadline, timeout_s)
+    return _join(world, name, deadline, timeout_s)
+
+
+def _gather(world: World, name: str, deadline: float, timeout_s: float) -> Links:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(name)
+        except OSError as error:
+            raise StartError(
+                f"rank 0 could not take the name {name[1:]!r} ({error.strerror}): is another job running "
+                "under the same name?"
+            ) from error
+        listener.listen(_LISTEN_BACKLOG)
+        sockets = _accept_all(world, listener, deadline, timeout_s)
+    handles = [os.pidfd_open(os.getpid())]
+    handles += [os.pidfd_open(_credentials(sockets[rank])[0]) for rank in range(1, world.size)]
+    links = Links(sockets, list(range(world.size)), Processes(handles, 0))
+    for rank in range(1, world.size):
+        links.send(rank, {"size": world.size}, handles)
+    return links
+
+
+def _accept_all(
+    world: World, listener: socket.socket, deadline: float, timeout_s: float
+) -> dict[int, socket.socket]:
+    """Accept every other rank; strangers are dropped, and can't hold up the others."""
+    found: dict[int, socket.socket] = {}
+    unknown: dict[int, socket.socket] = {}
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while len(found) < world.size - 1:
+        events = poll.poll(max(0, deadline - time.monotonic()) * 1000)
+        if not events:
+            missing = sorted(set(range(1, world.size)) - found.keys())
+            raise StartError(
+                f"after {timeout_s:g} s rank 0 still waits for rank {', '.join(map(str, missing))} of "
+                f"{world.size}: do all ranks call overlap.init()? OVERLAP_START_TIMEOUT_S sets the limit"
+            )
+        for descriptor, _ in events:
+            if descriptor == listener.fileno():
+                guest, _ = listener.accept()
+                unknown[guest.fileno()] = guest
+                poll.register(guest, select.POLLIN)
+                continue
+            poll.unregister(descriptor)
+            guest = unknown.pop(descriptor)
+            rank = _rank_of(guest, world)
+            if rank is None or rank in found:
+                guest.close()
+            else:
+                found[rank] = guest
+    for guest in unknown.values():
+        guest.close()
+    return found
+
+
+def _rank_of(guest: socket.socket, world: World) -> int | None:
+    """The rank that a connection belongs to, None for a stranger's."""
+    if _credentials(guest)[1] != os.getuid():
+        return None
+    try:
+        hello = json.loads(guest.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT))
+        rank = hello["rank"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return rank if isinstance(rank, int) and 0 < rank < world.size else None
+
+
+def _join(world: World, name: str, deadline: float, timeout_s: float) -> Links:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for pause in _pauses():
+        try:
+            link.connect(name)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                link.close()
+                raise StartError(
+                    f"rank {world.rank} waited {timeout_s:g} s for rank 0, which never came "
+                    f"({error.strerror}): do all ranks call overlap.init()? OVERLAP_START_TIMEOUT_S sets "
+                    "the limit"
+                ) from error
+            time.sleep(pause)
+    if _credentials(link)[1] != os.getuid():
+        link.close()
+        raise StartError(f"another user holds the name {name[1:]!r}: start the job anew")
+    try:
+        link.send(json.dumps({"rank": world.rank}).encode())
+        link.settimeout(max(0.1, deadline - time.monotonic()))
+        data, handles, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, world.size)
+    except OSError as error:
+        data, handles = b"", []
+        cause: OSError | None = error
+    else:
+        cause = None
+    if not data:
+        link.close()
+        raise StartError(
+            f"rank 0 did not bring all {world.size} ranks together within {timeout_s:g} s, or ended: do all "
+            "ranks call overlap.init()? OVERLAP_START_TIMEOUT_S sets the limit"
+        ) from cause
+    link.settimeout(None)
+    return Links({0: link}, list(range(world.size)), Processes(handles, world.local_rank))
+
+
+def _pauses() -> Iterator[float]:
+    """Between tries to reach rank 0, which may start later: short at first, then 20 ms."""
+    pause = 0.001
+    while True:
+        yield pause
+        pause = min(pause * 2, 0.02)
+
+
+def _credentials(link: socket.socket) -> tuple[int, int]:
+    """The process id and user id of the other end, as this process sees them."""
+    pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid

@@ -1,0 +1,77 @@
+"""Data-parallel training whose gradient communication hides behind the backward pass.
+
+Names load on first use: `import overlap` imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that has it.
+_HOMES = {
+    "Attached": "overlap.frameworks.torch.attached",
+    "CommError": "overlap.comm.errors",
+    "InternalError": "overlap.comm.errors",
+    "MismatchError": "overlap.comm.errors",
+    "PeerLost": "overlap.comm.errors",
+    "RankFailed": "overlap.comm.errors",
+    "StartError": "overlap.comm.errors",
+    "attach": "overlap.attaching",
+    "cross_rank": "overlap.runtime",
+    "cross_size": "overlap.runtime",
+    "init": "overlap.runtime",
+    "is_initialized": "overlap.runtime",
+    "local_rank": "overlap.runtime",
+    "local_size": "overlap.runtime",
+    "rank": "overlap.runtime",
+    "run": "overlap.launch",
+    "shard": "overlap.sharding",
+    "shutdown": "overlap.runtime",
+    "size": "overlap.runtime",
+    "world": "overlap.runtime",
+}
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:
+    from overlap.attaching import attach as attach
+    from overlap.comm.errors import CommError as CommError
+    from overlap.comm.errors import InternalError as InternalError
+    from overlap.comm.errors import MismatchError as MismatchError
+    from overlap.comm.errors import PeerLost as PeerLost
+    from overlap.comm.errors import RankFailed as RankFailed
+    from overlap.comm.errors import StartError as StartError
+    from overlap.frameworks.torch.attached import Attached as Attached
+    from overlap.launch import run as run
+    from overlap.runtime import cross_rank as cross_rank
+    from overlap.runtime import cross_size as cross_size
+    from overlap.runtime import init as init
+    from overlap.runtime import is_initialized as is_initialized
+    from overlap.runtime import local_rank as local_rank
+    from overlap.runtime import local_size as local_size
+    from overlap.runtime import rank as rank
+    from overlap.runtime import shutdown as shutdown
+    from overlap.runtime import size as size
+    from overlap.runtime import world as world
+    from overlap.sharding import shard as shard
+
+if os.path.isfile(os.path.join(os.path.dirname(__file__), "comm")):
+    raise ImportError(
+        "overlap/comm is a file where a symbolic link should be: clone the repository with symbolic links "
+        "(git config core.symlinks true), or install the wheel"
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'overlap' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _HOMES.keys())
