@@ -16,16 +16,16 @@ class State(Enum):
 class Buckets:
     """Counts gradients into buckets and says which buckets may leave. Pure: events in, decisions out.
 
-    >>> buckets = Buckets([0, 0, 1], 2)
-    >>> buckets.filled(2), buckets.filled(0), buckets.filled(1)
-    ([], [], [0, 1])
+    Args:
+        sizes: how many gradients each bucket takes, in plan order.
+
+    >>> buckets = Buckets([2, 1])
+    >>> buckets.filled(1), buckets.filled(0), buckets.filled(0)
+    ((), (), [0, 1])
     """
 
-    def __init__(self, bucket_of: Sequence[int], count: int) -> None:
-        self.bucket_of = bucket_of
-        self._sizes = [0] * count
-        for bucket in bucket_of:
-            self._sizes[bucket] += 1
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = tuple(sizes)
         self.begin()
 
     def begin(self) -> None:
@@ -34,12 +34,11 @@ class Buckets:
         self._missing = list(self._sizes)
         self._next = 0
 
-    def filled(self, parameter: int) -> list[int]:
-        """A gradient is in its slice; returns the buckets that leave now, in plan order."""
-        bucket = self.bucket_of[parameter]
+    def filled(self, bucket: int) -> Sequence[int]:
+        """One more gradient of `bucket` is in its slice; returns the buckets that leave now, in plan order."""
         self._missing[bucket] -= 1
         if self._missing[bucket]:
-            return []
+            return ()
         self.states[bucket] = State.READY
         leaving = []
         while self._next < len(self.states) and self.states[self._next] is State.READY:
@@ -48,6 +47,6 @@ class Buckets:
             self._next += 1
         return leaving
 
-    def reduced(self, bucket: int) -> None:
-        """The round has waited for the bucket's allreduce."""
-        self.states[bucket] = State.REDUCED
+    def reduced(self) -> None:
+        """The round has waited for every bucket's allreduce."""
+        self.states = [State.REDUCED] * len(self._sizes)

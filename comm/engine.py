@@ -36,6 +36,7 @@ class Channel:
         self._communicator = communicator
         self._queue: SimpleQueue[tuple[Callable[[Communicator], object], str, int, Handle] | None] = SimpleQueue()
         self._broken: BaseException | None = None
+        self._closed = False
         # A daemon: a script that raises must end although this thread waits for a peer.
         self._thread = threading.Thread(target=self._run, name=f"overlap-{name}", daemon=True)
         self._thread.start()
@@ -46,7 +47,12 @@ class Channel:
         Args:
             doing: what it is, in words, for errors.
             tag: see `Communicator.tag`.
+
+        Raises:
+            CommError: the channel is closed.
         """
+        if self._closed:
+            raise CommError("overlap was shut down, or this model detached: call overlap.init() and attach anew")
         handle: Handle[T] = Handle(time.perf_counter())
         self._queue.put((work, doing, tag, handle))
         return handle
@@ -83,6 +89,9 @@ class Channel:
 
     def close(self, reason: str = "ended without an error") -> None:
         """Finish what is queued if peers allow, leave the group and end the thread."""
+        if self._closed:
+            return
+        self._closed = True
         self._queue.put(None)
         self._thread.join(_JOIN_S if self._broken is None else 0)
         self._communicator.close(reason)

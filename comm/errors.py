@@ -27,6 +27,27 @@ class PeerLost(CommError):
         return type(self), (self.rank, self.reason, self.doing)
 
 
+class BackwardAborted(CommError):
+    """Another rank's backward raised, so that this step's gradients can't be averaged; the next can.
+
+    Attributes:
+        rank: the rank whose backward raised.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        super().__init__(
+            f"rank {rank}'s backward raised, so this step's gradients can't be averaged: see that rank's own error"
+        )
+
+    def __reduce__(self) -> tuple[type[BackwardAborted], tuple[int]]:
+        return type(self), (self.rank,)
+
+
+# Errors that tell of another rank's failure: a job's cause is sought elsewhere.
+CONSEQUENCES = (PeerLost, BackwardAborted)
+
+
 class MismatchError(CommError):
     """Ranks asked for different things where they must ask for the same; the engine goes on working."""
 

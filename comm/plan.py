@@ -67,17 +67,15 @@ class Plan:
 def make_plan(
     parameters: Sequence[Parameter],
     order: Sequence[int],
-    unused: Sequence[int] = (),
     bucket_bytes: int = 4_000_000,
     edge_bytes: int = 1_000_000,
 ) -> Plan:
     """Cut parameters into buckets, in the order in which their gradients become ready.
 
     The first bucket is small, so that communication starts early; the last one too, since nothing of it can
-    be hidden; between, buckets are large enough that their number costs little. A parameter larger than the
-    limit has a bucket of its own. Types are not mixed: each has an open bucket, and buckets leave in the order
-    in which they close. Parameters in `unused` get buckets of their own at the very end: they would hold back
-    others.
+    be hidden; between, buckets are large enough that their number costs little. A bucket closes with the
+    parameter that reaches its limit. Types are not mixed: each has an open bucket, and buckets leave in the
+    order in which they close. Parameters that are not in `order` are in no bucket.
 
     >>> three = [Parameter(name, 10, DType.FLOAT32) for name in "abc"]
     >>> [bucket.parameters for bucket in make_plan(three, [2, 1, 0], bucket_bytes=80, edge_bytes=40).buckets]
@@ -93,20 +91,16 @@ def make_plan(
 
     for place, index in enumerate(order):
         parameter = parameters[index]
-        limit = bucket_bytes if groups else edge_bytes
-        if parameter.dtype in open_groups and (
-            sizes[parameter.dtype] + parameter.nbytes > limit or place == tail
-        ):
-            close(parameter.dtype)
-        if parameter.dtype not in open_groups:
-            open_groups[parameter.dtype], sizes[parameter.dtype] = [], 0
-        open_groups[parameter.dtype].append(index)
-        sizes[parameter.dtype] += parameter.nbytes
-        if sizes[parameter.dtype] >= limit:
-            close(parameter.dtype)
+        dtype = parameter.dtype
+        if place == tail and dtype in open_groups:
+            close(dtype)
+        if dtype not in open_groups:
+            open_groups[dtype], sizes[dtype] = [], 0
+        open_groups[dtype].append(index)
+        sizes[dtype] += parameter.nbytes
+        if sizes[dtype] >= (bucket_bytes if groups else edge_bytes):
+            close(dtype)
     groups += open_groups.values()
-    for dtype in dict.fromkeys(parameters[index].dtype for index in unused):
-        groups.append([index for index in unused if parameters[index].dtype is dtype])
     return _lay_out(parameters, groups)
 
 

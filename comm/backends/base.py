@@ -26,8 +26,8 @@ class Communicator(ABC):
     Attributes:
         rank, size: of this process within the group.
         doing: what the caller is at, in words; appears in PeerLost ("while this rank was in ...").
-        tag: a number that must be equal on all ranks at each collective call (round and bucket, say): ranks
-            that are apart get a MismatchError, never each other's bytes.
+        tag: round << 16 | bucket; must be equal on all ranks at each collective call: ranks that are apart
+            get a MismatchError, never each other's bytes. 0 where there is no round.
     """
 
     rank: int

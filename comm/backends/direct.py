@@ -74,7 +74,7 @@ class Call(NamedTuple):
             text += f" from rank {self.root}"
         if self.place is not None:
             text += f" at byte {self.place[1]} of buffer {self.place[0]}"
-        return text + (f" [tag {self.tag}]" if self.tag else "")
+        return text + (f" (round {self.tag >> 16}, bucket {self.tag & 0xFFFF})" if self.tag else "")
 
 
 CALL_BYTES = _FORMAT.size

@@ -1,0 +1,1 @@
+"""PyTorch: gradients travel from post-accumulate hooks through slices into buckets, and back into `.grad`."""

@@ -1,0 +1,56 @@
+"""Attaching a model: what can be judged is judged, replicas are made equal, and hooks are registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from overlap.comm.engine import Engine
+
+from .attached import Attached
+from .replicas import broadcast_state, check_same_model
+from .tensors import dtype_of
+
+# Which attached model a parameter belongs to.
+_owners: Any = WeakTensorKeyDictionary()
+
+
+def attach(engine: Engine, model: torch.nn.Module, bucket_mb: float, edge_bucket_mb: float) -> Attached:
+    """See `overlap.attach`."""
+    _check(model)
+    options = {"bucket_mb": bucket_mb, "edge_bucket_mb": edge_bucket_mb}
+    check_same_model(model, options, engine.communicator)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("model has no parameter that requires a gradient: there is nothing to average")
+    broadcast_state(model, engine.communicator)
+    named = list(model.named_parameters())
+    attached = Attached(engine, named, int(bucket_mb * 1e6), int(edge_bucket_mb * 1e6))
+    for _, parameter in named:
+        _owners[parameter] = attached
+    return attached
+
+
+def _check(model: torch.nn.Module) -> None:
+    """Refuse what can't be attached, before anything is sent."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise TypeError("model is wrapped in DistributedDataParallel, which averages too: attach model.module")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            raise ValueError(f"module {name!r} makes sparse gradients, which can't be averaged yet: use sparse=False")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            raise ValueError(f"{name!r} has no shape yet: run one batch through the model before attach")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name!r} is on {tensor.device}, but only CPU models can be attached yet")
+    for name, parameter in model.named_parameters():
+        dtype_of(f"parameter {name!r}", parameter)
+        owner = _owners.get(parameter)
+        if owner is not None and not owner.detached:
+            raise ValueError(f"parameter {name!r} is attached already: attach a model once, or detach it before")
+        if parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has a post-accumulate hook already (an optimizer in backward?), which would "
+                "see gradients before they are averaged: remove it, and step after backward"
+            )
