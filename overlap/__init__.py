@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # Public name -> the module that has it.
 _HOMES = {
     "Attached": "overlap.frameworks.torch.attached",
+    "BackwardAborted": "overlap.comm.errors",
     "CommError": "overlap.comm.errors",
     "InternalError": "overlap.comm.errors",
     "MismatchError": "overlap.comm.errors",
@@ -38,6 +39,7 @@ __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
     from overlap.attaching import attach as attach
+    from overlap.comm.errors import BackwardAborted as BackwardAborted
     from overlap.comm.errors import CommError as CommError
     from overlap.comm.errors import InternalError as InternalError
     from overlap.comm.errors import MismatchError as MismatchError

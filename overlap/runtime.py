@@ -137,9 +137,7 @@ def _install_excepthook() -> None:
     if getattr(previous, "is_overlaps", False):
         return
 
-    def excepthook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         from .launch.report import report_failure
 
         abort(error)

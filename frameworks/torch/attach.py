@@ -35,12 +35,18 @@ def attach(engine: Engine, model: torch.nn.Module, bucket_mb: float, edge_bucket
 def _check(model: torch.nn.Module) -> None:
     """Refuse what can't be attached, before anything is sent."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise TypeError("model is wrapped in DistributedDataParallel, which averages too: attach model.module")
+        raise TypeError(
+            "model is wrapped in DistributedDataParallel, which averages too: attach model.module"
+        )
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            raise ValueError(f"module {name!r} makes sparse gradients, which can't be averaged yet: use sparse=False")
+        if getattr(module, "sparse", False) and isinstance(
+            module, (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        ):
+            raise ValueError(
+                f"module {name!r} makes sparse gradients, which can't be averaged yet: use sparse=False"
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name!r} has no shape yet: run one batch through the model before attach")
         if tensor.device.type != "cpu":
             raise ValueError(f"{name!r} is on {tensor.device}, but only CPU models can be attached yet")
@@ -48,9 +54,11 @@ def _check(model: torch.nn.Module) -> None:
         dtype_of(f"parameter {name!r}", parameter)
         owner = _owners.get(parameter)
         if owner is not None and not owner.detached:
-            raise ValueError(f"parameter {name!r} is attached already: attach a model once, or detach it before")
+            raise ValueError(
+                f"parameter {name!r} is attached already: attach a model once, or detach it before"
+            )
         if parameter._post_accumulate_grad_hooks:
             raise ValueError(
-                f"parameter {name!r} has a post-accumulate hook already (an optimizer in backward?), which would "
-                "see gradients before they are averaged: remove it, and step after backward"
+                f"parameter {name!r} has a post-accumulate hook already (an optimizer in backward?), which "
+                "would see gradients before they are averaged: remove it, and step after backward"
             )

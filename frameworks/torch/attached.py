@@ -1,7 +1,7 @@
 """An attached model: runs a round of averaging with every backward.
 
-A round: hooks fill slices, full buckets leave in plan order while backward goes on; at its end what did not come
-is filled in, ranks exchange their records, and when all is reduced every parameter's `grad` is its slice.
+A round: hooks fill slices, full buckets leave in plan order while backward goes on; at its end what did not
+come is filled in, ranks exchange their records, and when all is reduced every `grad` is its slice.
 
 The first backward has no plan yet: it teaches the order, and everything is sent at its end. Parameters that
 join later (unfrozen, or used for the first time) join the plan in the same way.
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from overlap.comm.backends.base import Communicator
-from overlap.comm.bucket import Buckets
+from overlap.comm.bucket import Buckets, State
 from overlap.comm.dtype import Op
 from overlap.comm.engine import Engine
 from overlap.comm.handle import Handle
@@ -52,8 +52,8 @@ class Attached:
         bucket_bytes: int,
         edge_bytes: int,
     ) -> None:
-        self.paused, self.task = 0, -1
-        self.touched, self.late = bytearray(len(named)), bytearray(len(named))
+        self.idle = True
+        self.touched, self._late = bytearray(len(named)), bytearray(len(named))
         self._engine = engine
         self._limits = (bucket_bytes, edge_bytes)
         self._parameters = [Parameter(name, p.numel(), dtype_of(name, p)) for name, p in named]
@@ -62,6 +62,7 @@ class Attached:
         self._filling = Buckets([])
         self._digest = 0
         self._round = 0
+        self._paused = 0  # depth of no_sync blocks
         self._open = False  # a backward has made gradients, and its end has not come
         self._order: list[int] = []  # in which gradients came that are in no bucket
         self._flying: list[Handle[None]] = []
@@ -75,11 +76,13 @@ class Attached:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate locally and send nothing; the next one outside averages the sum."""
-        self.paused += 1
+        self._paused += 1
+        self._set_idle()
         try:
             yield
         finally:
-            self.paused -= 1
+            self._paused -= 1
+            self._set_idle()
 
     def stats(self) -> Stats:
         """What rounds have cost so far; zeros in a world of one, which sends nothing."""
@@ -100,19 +103,26 @@ class Attached:
 
     # -- what hooks call ---------------------------------------------------------------------------------
 
-    def begin(self, task: int) -> None:
-        self.task = task
+    def begin(self) -> bool:
+        if self._paused:
+            return False
+        self._settle()  # an aborted round may still be in flight
         hooks.EndOfBackward(self)
-        if not self._open:
-            self._settle()  # an aborted round may still be in flight
-            self._open = True
-            self._round += 1
+        self._open = True
+        self._set_idle()
+        self._round += 1
+        return True
 
-    def unplanned(self, slot: Slot) -> None:
-        self._order.append(slot.index)
+    def unexpected(self, slot: Slot) -> None:
+        if slot.expected == UNPLANNED:
+            self._order.append(slot.index)
+        elif not slot.small or self._filling.states[slot.bucket] is State.IN_FLIGHT:
+            # Its part of the bucket is filled: what came since is in a tensor of its own, under `grad`.
+            self._late[slot.index] = 1
 
     def ready(self, slot: Slot) -> None:
-        slot.fill()
+        if not slot.small:
+            slot.fill()
         for bucket in self._filling.filled(slot.bucket):
             self._send(bucket)
 
@@ -120,7 +130,7 @@ class Attached:
         if not self._open:
             return
         ended_s = time.perf_counter()
-        self._open, self.task = False, -1
+        self._close()
         try:
             self._fill_rest()
             records = self._exchange(aborted=False).wait()
@@ -137,14 +147,23 @@ class Attached:
     def aborted(self) -> None:
         """Peers wait for this round's buckets: send what there is, and a record that says it is void."""
         if self._open and self._channel is not None:
-            self._open, self.task = False, -1
+            self._close()
             self._fill_rest()
             self._flying.append(self._exchange(aborted=True))
             self._reset()
 
+    def _close(self) -> None:
+        self._open = False
+        self._set_idle()
+
+    def _set_idle(self) -> None:
+        self.idle = self._paused > 0 or not self._open
+
     # -- a round -----------------------------------------------------------------------------------------
 
-    def _submit(self, work: Callable[[Communicator], Any], doing: str, bucket: int = _NO_BUCKET) -> Handle[Any]:
+    def _submit(
+        self, work: Callable[[Communicator], Any], doing: str, bucket: int = _NO_BUCKET
+    ) -> Handle[Any]:
         assert self._channel is not None  # hooks are removed before the channel closes
         return self._channel.submit(work, doing, self._round << 16 | bucket)
 
@@ -156,18 +175,20 @@ class Attached:
 
     def _fill_rest(self) -> None:
         """Fill in what did not come, so that every bucket leaves."""
+        kept = []
         for bucket in self._buckets:
             for slot in bucket.slots:
-                if slot.seen < slot.expected:
-                    held = slot.parameter.grad
-                    self.ready(slot)
+                if slot.left > 0:
                     if not self.touched[slot.index]:
-                        # It contributes what `grad` holds, and keeps it should no other rank have touched it.
-                        slot.parameter.grad = held
+                        kept.append((slot.parameter, slot.parameter.grad))
+                    self.ready(slot)
+        # They contribute what their `grad` holds, and keep it should no other rank have touched them.
+        for parameter, grad in kept:
+            parameter.grad = grad
 
     def _exchange(self, aborted: bool) -> Handle[Any]:
         trainable = bytes([slot.parameter.requires_grad for slot in self._slots])
-        flags = (np.frombuffer(bytes(each), bool) for each in (self.touched, self.late, trainable))
+        flags = (np.frombuffer(bytes(each), bool) for each in (self.touched, self._late, trainable))
         return self._submit(Record(self._digest, aborted, *flags).exchange, "the end of a backward")
 
     def _settle(self) -> list[Handle[None]]:
@@ -183,7 +204,7 @@ class Attached:
         for slot in (self._slots[index] for index in np.flatnonzero(late)):
             assert slot.slice is not None
             rest = torch.zeros(slot.slice.shape, dtype=slot.slice.dtype)
-            if self.late[slot.index] and slot.parameter.grad is not None:
+            if self._late[slot.index] and slot.parameter.grad is not None:
                 rest.copy_(slot.parameter.grad.detach())
             dtype = self._parameters[slot.index].dtype
             span = Span.wrap(bytes_of(rest).view(dtype.storage), dtype)
@@ -199,11 +220,8 @@ class Attached:
     def _reset(self) -> None:
         """Ready for the next round, whatever became of this one."""
         for slot in self._slots:
-            if slot.seen:
-                if slot.expected != UNPLANNED:
-                    slot.expected = slot.seen
-                slot.seen = 0
-        self.touched[:] = self.late[:] = bytes(len(self._slots))
+            slot.end_round()
+        self.touched[:] = self._late[:] = bytes(len(self._slots))
         self._order.clear()
         self._filling.begin()
 
@@ -211,7 +229,9 @@ class Attached:
 
     def _join(self, touched: np.ndarray) -> list[Handle[None]]:
         """Parameters that some rank has touched and that are in no bucket: plan anew, and average them."""
-        new = [index for index in np.flatnonzero(touched).tolist() if self._slots[index].expected == UNPLANNED]
+        new = [
+            index for index in np.flatnonzero(touched).tolist() if self._slots[index].expected == UNPLANNED
+        ]
         if not new:
             return []
         planned = [slot for bucket in self._buckets for slot in bucket.slots]
@@ -232,13 +252,17 @@ class Attached:
         last = {index: place for place, index in enumerate(self._order)}
         mine = sorted(new, key=lambda index: (last.get(index, len(self._order)), -index))
         order = np.array(mine, np.int64)
-        self._submit(lambda communicator: communicator.broadcast(Span.wrap(order), 0), "the bucket plan").wait()
+        self._submit(
+            lambda communicator: communicator.broadcast(Span.wrap(order), 0), "the bucket plan"
+        ).wait()
         agreed: list[int] = order.tolist()
         return agreed
 
     def _lay_out(self, plan: Plan) -> None:
         """Allocate a plan's buckets and move gradients into their new slices."""
-        buffer = self._submit(lambda communicator: communicator.allocate(plan.nbytes), "the bucket plan").wait()
+        buffer = self._submit(
+            lambda communicator: communicator.allocate(plan.nbytes), "the bucket plan"
+        ).wait()
         self._digest = plan.digest()
         self._filling = Buckets([len(bucket.parameters) for bucket in plan.buckets])
         self._buckets = []
@@ -246,7 +270,8 @@ class Attached:
             for index, start in zip(bucket.parameters, bucket.starts, strict=True):
                 slot = self._slots[index]
                 slot.place(number, buffer, bucket.offset + start * bucket.dtype.itemsize)
-                slot.fill()
+                if not slot.small:
+                    slot.fill()
             self._buckets.append(BucketSlots(bucket, self._slots, buffer))
             self._buckets[-1].gather()
 

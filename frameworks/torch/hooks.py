@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
 
-from .slots import UNPLANNED, Slot
-
-current_task: Callable[[], int] = torch._C._current_graph_task_id
+from .slots import Slot
 
 
 class Listener(Protocol):
     """What hooks report to.
 
     Attributes:
-        paused: above 0 in `no_sync`.
-        task: the graph task whose hook reported last.
-        touched, late: a byte a parameter that hooks set; see `Record`.
+        idle: no round is open, or a `no_sync` block is.
+        touched: a byte a parameter that hooks set; see `Record`.
     """
 
-    paused: int
-    task: int
+    idle: bool
     touched: bytearray
-    late: bytearray
 
-    def begin(self, task: int) -> None:
-        """A backward, or one nested in it, has made its first gradient."""
+    def begin(self) -> bool:
+        """The first gradient of a backward; whether it is to be averaged."""
 
-    def unplanned(self, slot: Slot) -> None:
-        """A gradient was accumulated whose parameter is in no bucket."""
+    def unexpected(self, slot: Slot) -> None:
+        """A gradient was accumulated more often than expected, or is in no bucket."""
 
     def ready(self, slot: Slot) -> None:
         """The last accumulation that this parameter's gradient is expected to get."""
@@ -49,18 +43,13 @@ def register(slot: Slot, listener: Listener) -> Any:
 
     def accumulated(_: torch.Tensor) -> None:
         touched[index] = 1
-        if listener.paused:
+        if listener.idle and not listener.begin():
             return
-        task = current_task()
-        if task != listener.task:
-            listener.begin(task)
-        slot.seen = seen = slot.seen + 1
-        if seen == slot.expected:
+        slot.left = left = slot.left - 1
+        if left == 0:
             listener.ready(slot)
-        elif slot.expected == UNPLANNED:
-            listener.unplanned(slot)
-        elif seen > slot.expected:
-            listener.late[index] = 1
+        elif left < 0:
+            listener.unexpected(slot)
 
     if parameter.requires_grad:
         return parameter.register_post_accumulate_grad_hook(accumulated)
@@ -76,8 +65,8 @@ class EndOfBackward:
     """Calls `listener.end` once, when the outermost backward ends.
 
     In the backward of a reentrant checkpoint the running graph task is a nested one: when it ends, the outer
-    node, once done, queues the call again on its own task. Autograd drops the callbacks of a task that raises,
-    and nothing else refers to this object: that is how an aborted backward is noticed.
+    node, once done, queues the call again on its own task. Autograd drops the callbacks of a task that
+    raises, and nothing else refers to this object: that is how an aborted backward is noticed.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -87,7 +76,7 @@ class EndOfBackward:
     def __call__(self) -> None:
         if self._listener is None:
             return
-        outer = torch._C._current_autograd_node()
+        outer: Any = torch._C._current_autograd_node()
         if outer is None:
             listener, self._listener = self._listener, None
             listener.end()

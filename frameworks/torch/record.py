@@ -61,6 +61,6 @@ def check_records(records: Sequence[Record], slots: Sequence[Slot]) -> None:
             slot, first = slots[differs[0]], bool(records[0].trainable[differs[0]])
             states = ("trainable", "frozen") if first else ("frozen", "trainable")
             raise MismatchError(
-                f"parameter {slot.name!r} is {states[0]} on rank 0 but {states[1]} on rank {rank}: freeze and "
-                "unfreeze the same parameters on every rank"
+                f"parameter {slot.name!r} is {states[0]} on rank 0 but {states[1]} on rank {rank}: freeze "
+                "and unfreeze the same parameters on every rank"
             )

@@ -59,7 +59,7 @@ def _first_difference(first: list[list[str]], second: list[list[str]], rank: int
 
 
 def broadcast_state(model: torch.nn.Module, communicator: Communicator) -> None:
-    """Collective: rank 0's parameters and buffers, bit for bit, into every rank's (same tensors, in place)."""
+    """Collective: rank 0's parameters and buffers, bit for bit, into every rank's tensors, in place."""
     tensors = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
         for tensor in tensors:
@@ -70,4 +70,3 @@ def broadcast_state(model: torch.nn.Module, communicator: Communicator) -> None:
             communicator.broadcast(Span.wrap(memory), 0)
             if values.data_ptr() != tensor.data_ptr():
                 tensor.copy_(values)
-

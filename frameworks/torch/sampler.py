@@ -86,7 +86,9 @@ class ShardedLoader:
 def shard(loader: DataLoader[Any], rank: int, size: int, seed: int) -> ShardedLoader:
     """See `overlap.shard`."""
     if isinstance(loader.dataset, IterableDataset):
-        raise TypeError("loader has an IterableDataset, which has no order to share: give each rank its own part")
+        raise TypeError(
+            "loader has an IterableDataset, which has no order to share: give each rank its own part"
+        )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise TypeError("loader must make its batches by batch_size, not by a batch_sampler of its own")
     batches = ShardedBatches(loader.sampler, loader.batch_size, loader.drop_last, rank, size, seed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 
 import torch
 
@@ -12,10 +14,11 @@ from overlap.comm.span import Buffer, Span
 
 from .tensors import make_slice
 
-# Smaller gradients wait until their bucket is complete, and are copied by one call.
+# Smaller gradients stay in `grad` until their bucket is complete, and are copied by one call.
 _SMALL_BYTES = 64 * 1024
-# References to a slice that only its slot holds, as getrefcount counts them: the attribute and its argument.
-_OWN_REFERENCES = 2
+# References to a slice that nobody else holds, where getrefcount is given a local variable or an element of a
+# list: the slot's, that one's, and the argument's.
+_OWN_REFERENCES = 3
 
 UNPLANNED = -1
 
@@ -28,8 +31,8 @@ class Slot:
         slice: its place in a bucket; None while it is in no bucket.
         expected: how often its gradient accumulates in one backward, as the last one showed; the last of them
             makes it ready. UNPLANNED while it is in no bucket.
-        seen: how often it has accumulated in this round.
-        waiting: its gradient, flat, until the bucket is complete.
+        left: how many of them are to come in this round; below zero it came more often.
+        small: it is copied with the rest of its bucket.
     """
 
     __slots__ = (
@@ -37,23 +40,20 @@ class Slot:
         "_offset",
         "bucket",
         "expected",
-        "flat",
         "index",
+        "left",
         "name",
         "parameter",
-        "seen",
         "slice",
         "small",
-        "waiting",
     )
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
         self.index, self.name, self.parameter = index, name, parameter
         self.bucket = 0
         self.slice: torch.Tensor | None = None
-        self.expected, self.seen = UNPLANNED, 0
-        self.small = self.flat = False
-        self.waiting: torch.Tensor | None = None
+        self.expected = self.left = UNPLANNED
+        self.small = False
         self._buffer: Buffer | None = None
         self._offset = 0
 
@@ -63,8 +63,8 @@ class Slot:
         self.bucket, self._buffer, self._offset = bucket, buffer, offset
         self.slice = make_slice(buffer, offset, parameter)
         self.small = parameter.is_contiguous() and parameter.numel() * parameter.element_size() < _SMALL_BYTES
-        self.flat = parameter.dim() == 1
-        self.expected = max(1, self.seen)
+        if self.expected == UNPLANNED:  # and `left` has counted down from it
+            self.expected, self.left = max(1, UNPLANNED - self.left), 0
 
     def fill(self) -> None:
         """Bring what `parameter.grad` holds into the slice (zeros where it holds nothing), and take it away.
@@ -76,15 +76,11 @@ class Slot:
         assert slice is not None
         grad = parameter.grad
         if grad is not slice:
-            if sys.getrefcount(slice) > _OWN_REFERENCES + 1:
+            if sys.getrefcount(slice) > _OWN_REFERENCES:
                 slice = self._leave_to_user()
-            if grad is None:
-                slice.zero_()
-            else:
-                if grad.requires_grad:  # backward(create_graph=True): the slice must not join the graph
-                    grad = grad.detach()
-                if self.small and grad.is_contiguous():
-                    self.waiting = grad if self.flat else grad.view(-1)
+            with torch.no_grad():  # backward(create_graph=True): the slice must not join the graph
+                if grad is None:
+                    slice.zero_()
                 else:
                     slice.copy_(grad)
         parameter.grad = None
@@ -93,9 +89,16 @@ class Slot:
         """Somebody kept last round's gradient: that tensor gets memory of its own, the slice a new tensor."""
         assert self.slice is not None and self._buffer is not None
         with torch.no_grad():
-            self.slice.set_(self.slice.clone())
+            self.slice.set_(self.slice.clone())  # type: ignore[call-overload]  # missing in torch's stubs
         self.slice = make_slice(self._buffer, self._offset, self.parameter)
         return self.slice
+
+    def end_round(self) -> None:
+        """Expect as many accumulations as came in this round, if any did."""
+        if self.left != self.expected:
+            if self.expected != UNPLANNED:
+                self.expected -= self.left
+            self.left = self.expected
 
 
 class BucketSlots:
@@ -103,6 +106,8 @@ class BucketSlots:
 
     def __init__(self, plan: BucketPlan, slots: Sequence[Slot], buffer: Buffer) -> None:
         self.slots = [slots[index] for index in plan.parameters]
+        self._small = [slot for slot in self.slots if slot.small]
+        self._only_vectors = all(slot.parameter.dim() == 1 for slot in self._small)
         self._starts = dict(zip(plan.parameters, plan.starts, strict=True))
         self.span: Span = buffer.span(plan.dtype, plan.count, plan.offset)
         dtype = self.slots[0].parameter.dtype
@@ -114,18 +119,33 @@ class BucketSlots:
         self.name = first if len(self.slots) == 1 else f"{first} and {len(self.slots) - 1} more"
 
     def gather(self) -> None:
-        """Copy the gradients that wait into the bucket: all by one call where all wait."""
-        waiting = [slot.waiting for slot in self.slots if slot.waiting is not None]
-        if not waiting:
+        """Bring the small gradients into the bucket: by one call where the bucket has no others."""
+        slots = self._small
+        if not slots:
             return
-        with torch.no_grad():
-            if len(waiting) == len(self.slots):
-                torch.cat(waiting, out=self._flat)
-            else:
-                places = [slot.slice.view(-1) for slot in self.slots if slot.waiting is not None]  # type: ignore[union-attr]
-                torch._foreach_copy_(places, waiting)
-        for slot in self.slots:
-            slot.waiting = None
+        grads = [slot.parameter.grad for slot in slots]
+        slices = [slot.slice for slot in slots]
+        if (
+            len(slots) < len(self.slots)
+            or any(map(is_, grads, slices))
+            or any(map(is_, grads, repeat(None)))
+            or max(map(sys.getrefcount, slices)) > _OWN_REFERENCES
+            or not self._concatenate(grads)
+        ):
+            for slot in slots:
+                slot.fill()
+            return
+        for slot in slots:
+            slot.parameter.grad = None
+
+    def _concatenate(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        try:
+            flat = grads if self._only_vectors else [grad.view(-1) for grad in grads]  # type: ignore[union-attr]
+            with torch.no_grad():
+                torch.cat(flat, out=self._flat)  # type: ignore[arg-type]
+        except RuntimeError:  # a gradient that the user has set, of strides that can't be flattened
+            return False
+        return True
 
     def part(self, slot: Slot) -> Span:
         """One slot's elements of the bucket."""

@@ -1,0 +1,660 @@
+"""Gradients under `overlap.attach` are those of one process on the whole batch, whatever the model does."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import overlap
+
+
+def digest(model: nn.Module) -> str:
+    """Of all parameters and gradients, bit for bit."""
+    sha = hashlib.sha256()
+    for parameter in model.parameters():
+        sha.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if parameter.grad is not None:
+            sha.update(parameter.grad.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def scalar(value: float = 1.0) -> nn.Linear:
+    """A linear 1-to-1 layer without bias."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+def train_beside_one_process(build, steps=4, bucket_mb=0.05, shape=(12,), batch=6, loop=None):
+    """Train a model on every rank, and a copy of it on the whole batch; all gradients must agree.
+
+    Returns a digest of what this rank ends with.
+    """
+    overlap.init()
+    rank, size = overlap.rank(), overlap.size()
+    torch.manual_seed(rank)  # attach makes the replicas equal
+    model = build().double()
+    attached = overlap.attach(model, bucket_mb=bucket_mb)
+    one = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (model, one)]
+    for step in range(steps):
+        torch.manual_seed(1000 + step)
+        whole = torch.randn(batch * size, *shape, dtype=torch.float64)
+        part = whole[batch * rank : batch * (rank + 1)]
+        for m, x, optimizer in zip((model, one), (part, whole), optimizers, strict=True):
+            optimizer.zero_grad()
+            (loop or (lambda m, x, _: m(x).square().mean().backward()))(
+                m, x, attached if m is model else None
+            )
+        for (name, mine), theirs in zip(model.named_parameters(), one.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13, msg=name)
+                assert mine.grad.stride() == theirs.grad.stride(), name
+        for optimizer in optimizers:
+            optimizer.step()
+    return digest(model)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+        self.body[0].weight.requires_grad_(False)
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.shared, self.last, self.reentrant = nn.Linear(12, 12), nn.Linear(12, 2), reentrant
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=self.reentrant))
+        return self.last(x)
+
+
+def conv():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Flatten(),
+        nn.Linear(128, 5),
+    ).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "build",
+    [mlp, Tied, Frozen, lambda: Checkpointed(True), lambda: Checkpointed(False)],
+    ids=["mlp", "tied", "frozen", "reentrant", "non-reentrant"],
+)
+def test_equals_one_process(ranks, size, build):
+    assert len(set(ranks(size).run(train_beside_one_process, build))) == 1
+
+
+def test_channels_last_keeps_strides(ranks):
+    assert len(set(ranks(2).run(train_beside_one_process, conv, shape=(3, 6, 6)))) == 1
+
+
+def test_bucket_sizes_do_not_change_the_result(ranks):
+    digests = [ranks(2).run(train_beside_one_process, mlp, bucket_mb=mb) for mb in (0.001, 0.01, 10)]
+    assert len({digest for run in digests for digest in run}) == 1
+
+
+def test_no_sync_accumulates(ranks):
+    def loop(model, x, attached):
+        half = len(x) // 2
+        if attached is None:  # the whole batch: ranks' halves lie apart
+            (2 * model(x).square().mean()).backward()
+            return
+        with attached.no_sync():
+            model(x[:half]).square().mean().backward()
+        model(x[half:]).square().mean().backward()
+
+    assert len(set(ranks(2).run(train_beside_one_process, mlp, loop=loop))) == 1
+
+
+def test_two_backwards_before_a_step(ranks):
+    def loop(model, x, _):
+        model(x).square().mean().backward()
+        model(x).abs().mean().backward()
+
+    assert len(set(ranks(2).run(train_beside_one_process, mlp, loop=loop))) == 1
+
+
+def test_two_forwards_one_backward(ranks):
+    def loop(model, x, _):
+        (model(x).square().mean() + model(x.neg()).square().mean()).backward()
+
+    assert len(set(ranks(2).run(train_beside_one_process, mlp, loop=loop))) == 1
+
+
+def test_zeroed_gradients_instead_of_none(ranks):
+    def loop(model, x, _):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        model(x).square().mean().backward()
+
+    assert len(set(ranks(2).run(train_beside_one_process, mlp, loop=loop))) == 1
+
+
+def test_compiled_whole(ranks):
+    def work():
+        overlap.init()
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        plain = copy.deepcopy(model)
+        attached = overlap.attach(model, bucket_mb=0.0001)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            plain.zero_grad()
+            compiled(x).sum().backward()
+            plain(x).sum().backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad)
+        return attached.stats().buckets
+
+    assert ranks(2).run(work) == [8, 8]
+
+
+def test_autocast_scaler_and_clipping(ranks):
+    def work():
+        overlap.init()
+        layer = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(layer.weight)
+        overlap.attach(layer)
+        x = torch.tensor([[1.0, 1.0], [2.0, 3.0]][overlap.rank()])
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(layer.parameters(), 1.0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = layer(x).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        return norm.item(), layer.weight.grad.tolist()
+
+    for norm, grad in ranks(2).run(work):
+        assert norm == pytest.approx(2.5)
+        assert grad[0] == pytest.approx([0.6, 0.8])
+
+
+# -- situations by number --
+
+
+def test_c001_unused_everywhere(ranks):
+    def work():
+        overlap.init()
+        model = nn.ModuleDict({"a": scalar(), "b": scalar()})
+        overlap.attach(model)
+        rounds = []
+        for _ in range(2):
+            model.zero_grad()
+            model["a"](torch.tensor([overlap.rank() + 1.0])).sum().backward()
+            rounds.append((model["a"].weight.grad.item(), model["b"].weight.grad))
+        return rounds
+
+    assert ranks(2).run(work) == [[(1.5, None), (1.5, None)]] * 2
+
+
+def test_c004_other_branch_on_each_rank(ranks):
+    def work():
+        overlap.init()
+        model = nn.ModuleDict({"a": scalar(), "b": scalar()})
+        overlap.attach(model)
+        grads = []
+        for _ in range(3):
+            model.zero_grad()
+            model["ab"[overlap.rank()]](torch.ones(1)).sum().backward()
+            grads.append((model["a"].weight.grad.item(), model["b"].weight.grad.item()))
+        return grads
+
+    assert ranks(2).run(work) == [[(0.5, 0.5)] * 3] * 2
+
+
+def test_use_changes_from_step_to_step(ranks):
+    def work():
+        overlap.init()
+        model = nn.ModuleDict({"a": scalar(), "b": scalar(), "c": scalar()})
+        overlap.attach(model)
+        grads = []
+        for used in ("ab", "bc", "a", "abc", "c"):
+            model.zero_grad()
+            sum(model[name](torch.tensor([overlap.rank() + 1.0])).sum() for name in used).backward()
+            grads.append("".join(name for name in "abc" if model[name].weight.grad is not None))
+            assert all(model[name].weight.grad.item() == 1.5 for name in used)
+        return grads
+
+    assert ranks(2).run(work) == [["ab", "bc", "a", "abc", "c"]] * 2
+
+
+def test_c005_one_layer_in_two_reentrant_checkpoints(ranks):
+    def work():
+        overlap.init()
+        layer = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(layer.weight)
+        overlap.attach(layer)
+        grads = []
+        for passes in (2, 1, 2, 3, 2):  # from one to two: the second comes late
+            layer.zero_grad()
+            x = ((overlap.rank() + 1) * torch.ones(1, 2)).requires_grad_()
+            for _ in range(passes):
+                x = checkpoint(layer, x, use_reentrant=True)
+            x.sum().backward()
+            grads.append(layer.weight.grad.unique().tolist())
+        return grads
+
+    assert ranks(2).run(work) == [[[6.0], [1.5], [6.0], [18.0], [6.0]]] * 2
+
+
+def test_c007_embedding_tied_to_output(ranks):
+    def work():
+        overlap.init()
+        embedding, output = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+        output.weight = embedding.weight
+        model = nn.ModuleList([embedding, output]).double()
+        nn.init.ones_(embedding.weight)
+        overlap.attach(model)
+        output(embedding(torch.tensor([overlap.rank()]))).sum().backward()
+        return embedding.weight.grad.tolist()
+
+    assert ranks(2).run(work) == [[[2.5, 2.5], [2.5, 2.5], [1.0, 1.0]]] * 2
+
+
+def test_c010_gradient_penalty(ranks):
+    def work():
+        overlap.init()
+        layer = scalar()
+        overlap.attach(layer)
+        grads = []
+        for _ in range(3):
+            layer.zero_grad()
+            x = torch.tensor([overlap.rank() + 1.0], requires_grad=True)
+            (slope,) = torch.autograd.grad((layer(x) * x).sum(), x, create_graph=True)
+            slope.square().sum().backward()
+            grads.append(layer.weight.grad.item())
+        return grads
+
+    assert ranks(2).run(work) == [[20.0] * 3] * 2
+
+
+def test_create_graph_does_not_poison_later_steps(ranks):
+    def work():
+        overlap.init()
+        layer = scalar()
+        overlap.attach(layer)
+        grads = []
+        for create_graph in (False, True, False, True):
+            layer.zero_grad()
+            layer(torch.tensor([overlap.rank() + 1.0])).square().sum().backward(create_graph=create_graph)
+            grads.append((layer.weight.grad.item(), layer.weight.grad.requires_grad))
+        return grads
+
+    assert ranks(2).run(work) == [[(5.0, False)] * 4] * 2
+
+
+def test_c011_two_forwards_through_batch_norm(ranks):
+    def work():
+        overlap.init()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        overlap.attach(model)
+        mine, other = copy.deepcopy(model), copy.deepcopy(model)
+        batches = [torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+        rank = overlap.rank()
+        for m, (one, two) in ((model, batches[rank]), (mine, batches[rank]), (other, batches[1 - rank])):
+            (m(one).square().sum() + m(two).square().sum()).backward()
+        for averaged, a, b in zip(model.parameters(), mine.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(averaged.grad, (a.grad + b.grad) / 2)
+        torch.testing.assert_close(model[1].running_mean, mine[1].running_mean)
+        return model[1].running_mean.tolist()
+
+    first, second = ranks(2).run(work)
+    assert first != second
+
+
+def test_c016_no_sync_is_decided_at_backward(ranks):
+    def work():
+        overlap.init()
+        layer = scalar()
+        attached = overlap.attach(layer)
+        x = torch.tensor([overlap.rank() + 1.0])
+        first, second = layer(x), layer(10 * x)
+        with attached.no_sync():
+            first.sum().backward()
+        local, sent = layer.weight.grad.item(), attached.stats().steps
+        second.sum().backward()
+        return local, sent, layer.weight.grad.item()
+
+    assert ranks(2).run(work) == [(1.0, 0, 16.5), (2.0, 0, 16.5)]
+
+
+def test_c028_nan_reaches_all_ranks(ranks):
+    def work():
+        overlap.init()
+        layer = nn.Linear(2, 1, bias=False)
+        overlap.attach(layer)
+        layer(torch.tensor([[1.0, 1.0], [float("nan"), 2.0]][overlap.rank()])).sum().backward()
+        return str(layer.weight.grad.tolist())
+
+    assert ranks(2).run(work) == ["[[nan, 1.5]]"] * 2
+
+
+def test_c029_empty_zero_dim_and_transposed(ranks):
+    def work():
+        overlap.init()
+        model = nn.Module()
+        model.empty = nn.Parameter(torch.empty(0, 3))
+        model.s = nn.Parameter(torch.tensor(1.0))
+        model.t = nn.Parameter(torch.ones(2, 3).t())
+        overlap.attach(model)
+        results = []
+        for _ in range(2):
+            model.zero_grad()
+            k = overlap.rank() + 1.0
+            (model.empty.sum() + model.s * k + (model.t * k).sum()).backward()
+            results.append((model.s.grad.item(), model.t.grad.tolist(), tuple(model.empty.grad.shape)))
+        return results
+
+    assert ranks(2).run(work) == [[(1.5, [[1.5, 1.5]] * 3, (0, 3))] * 2] * 2
+
+
+def test_c031_mixed_dtypes(ranks):
+    kinds = ("float32", "float64", "float16", "bfloat16", "complex64")
+
+    def work():
+        overlap.init()
+        model = nn.Module()
+        for kind in kinds:
+            setattr(model, kind, nn.Parameter(torch.ones(1, dtype=getattr(torch, kind))))
+        overlap.attach(model)
+        for _ in range(2):
+            model.zero_grad()
+            terms = [(p * (overlap.rank() + 1)).real.sum().double() for p in model.parameters()]
+            terms.append(model.float64.sum() * 2.0**-40)
+            sum(terms).backward()
+        return {kind: (getattr(model, kind).grad.item(), getattr(model, kind).grad.dtype) for kind in kinds}
+
+    for grads in ranks(2).run(work):
+        assert grads.pop("float64") == (1.5 + 2.0**-40, torch.float64)
+        assert grads == {kind: (1.5, getattr(torch, kind)) for kind in kinds if kind != "float64"}
+
+
+def test_c067_model_is_unchanged(ranks):
+    def work():
+        overlap.init()
+        model = mlp()
+        keys, kind = list(model.state_dict()), type(model)
+        plain = len(pickle.dumps(model))
+        overlap.attach(model)
+        x = torch.randn(4, 12)
+        model(x).sum().backward()
+        assert (list(model.state_dict()), type(model)) == (keys, kind)
+        twin = copy.deepcopy(model)
+        assert len(pickle.dumps(twin)) < plain * 1.1 + 20_000  # gradients are not a bucket each
+        if overlap.rank() == 0:
+            twin(x).sum().backward()  # sends nothing, waits for nobody
+        pickle.loads(pickle.dumps(model))(x)
+        file = io.BytesIO()
+        torch.save(model[0].bias.grad, file)
+        return len(file.getvalue())
+
+    assert max(ranks(2).run(work)) < 4000
+
+
+def test_c073_same_bits_in_every_run(ranks):
+    runs = [tuple(ranks(3).run(train_beside_one_process, mlp, steps=10)) for _ in range(2)]
+    assert len({digest for run in runs for digest in run}) == 1
+
+
+# -- life after attach --
+
+
+def test_kept_gradient_stays(ranks):
+    def work():
+        overlap.init()
+        layer = nn.Linear(3, 3)
+        overlap.attach(layer)
+        kept = []
+        for step in range(4):
+            layer.zero_grad()
+            layer(torch.full((1, 3), overlap.rank() + step + 1.0)).sum().backward()
+            kept.append(layer.weight.grad)
+        return [grad.unique().tolist() for grad in kept]
+
+    assert ranks(2).run(work) == [[[1.5], [2.5], [3.5], [4.5]]] * 2
+
+
+def test_unfrozen_everywhere_joins(ranks):
+    def work():
+        overlap.init()
+        model = nn.ModuleDict({"a": scalar(), "b": scalar(), "c": scalar()})
+        model["a"].weight.requires_grad_(False)
+        overlap.attach(model)
+        grads = []
+        for step in range(4):
+            if step == 2:
+                model["a"].weight.requires_grad_(True)
+            model.zero_grad()
+            used = "bc" if step < 2 else "abc"
+            sum(model[name](torch.tensor([overlap.rank() + 1.0])).sum() for name in used).backward()
+            grads.append([model[n].weight.grad.item() for n in used])
+        return grads
+
+    assert ranks(2).run(work) == [[[1.5] * 2] * 2 + [[1.5] * 3] * 2] * 2
+
+
+def test_c070_unfrozen_on_one_rank(ranks):
+    def work():
+        overlap.init()
+        model = nn.ModuleDict({"a": scalar(), "b": scalar()})
+        model["a"].weight.requires_grad_(False)
+        overlap.attach(model)
+        for step in range(3):
+            if step == 2 and overlap.rank() == 1:
+                model["a"].weight.requires_grad_(True)
+            try:
+                (model["a"](torch.ones(1)) + model["b"](torch.ones(1))).sum().backward()
+            except overlap.MismatchError as error:
+                return step, str(error)
+        return None
+
+    first, second = ranks(2).run(work)
+    assert first == second
+    assert first[0] == 2
+    assert "'a.weight' is frozen on rank 0 but trainable on rank 1" in first[1]
+
+
+def test_backward_that_raises_on_one_rank(ranks):
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, grad):
+            raise KeyError("in backward")
+
+    def work():
+        overlap.init()
+        model = nn.Sequential(scalar(), scalar())
+        overlap.attach(model)
+        x = torch.tensor([overlap.rank() + 1.0])
+        seen = []
+        for bad in (False, True, False):
+            model.zero_grad()
+            hidden = model[0](x)
+            if bad and overlap.rank() == 1:
+                hidden = Raises.apply(hidden)
+            try:
+                model[1](hidden).sum().backward()
+                seen.append(model[0].weight.grad.item())
+            except (KeyError, overlap.BackwardAborted) as error:
+                seen.append((type(error).__name__, getattr(error, "rank", None)))
+        return seen
+
+    assert ranks(2).run(work) == [
+        [1.5, ("BackwardAborted", 1), 1.5],
+        [1.5, ("KeyError", None), 1.5],
+    ]
+
+
+def test_other_number_of_backwards_is_an_error(ranks):
+    def work():
+        overlap.init()
+        model = scalar()
+        overlap.attach(model)
+        model(torch.ones(1)).sum().backward()
+        if overlap.rank() == 0:
+            model(torch.ones(1)).sum().backward()
+        return None
+
+    with pytest.raises(overlap.RankFailed, match="PeerLost"):
+        ranks(2).run(work)
+
+
+def test_two_models_at_once(ranks):
+    def work():
+        overlap.init()
+        generator, critic = scalar(2.0), scalar(3.0)
+        overlap.attach(generator)
+        overlap.attach(critic)
+        x = torch.tensor([overlap.rank() + 1.0])
+        for _ in range(3):
+            generator.zero_grad()
+            critic.zero_grad()
+            critic(generator(x)).sum().backward()
+        return generator.weight.grad.item(), critic.weight.grad.item()
+
+    assert ranks(2).run(work) == [(4.5, 3.0)] * 2
+
+
+def test_detach_and_attach_again(ranks):
+    def work():
+        overlap.init()
+        layer = scalar()
+        attached = overlap.attach(layer)
+        with pytest.raises(ValueError, match="'weight' is attached already"):
+            overlap.attach(layer)
+        x = torch.tensor([overlap.rank() + 1.0])
+        layer(x).sum().backward()
+        attached.detach()
+        attached.detach()
+        kept = layer.weight.grad.item()
+        layer.zero_grad()
+        layer(x).sum().backward()
+        alone = layer.weight.grad.item()
+        overlap.attach(layer)
+        layer.zero_grad()
+        layer(x).sum().backward()
+        return kept, alone, layer.weight.grad.item()
+
+    assert ranks(2).run(work) == [(1.5, 1.0, 1.5), (1.5, 2.0, 1.5)]
+
+
+def test_buckets_leave_while_backward_runs(ranks):
+    def work():
+        overlap.init()
+        model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)])
+        attached = overlap.attach(model, bucket_mb=0.3)
+        sent_before_end = []
+        add = attached._recorder.add
+
+        def spy(handles, ended_s, end_s):
+            sent_before_end.append([handle.submitted_s < ended_s for handle in handles])
+            add(handles, ended_s, end_s)
+
+        attached._recorder.add = spy
+        for _ in range(3):
+            model(torch.randn(8, 300)).sum().backward()
+        stats = attached.stats()
+        assert stats.steps == 3
+        assert stats.comm_ms == pytest.approx(stats.hidden_ms + stats.exposed_ms)
+        return sent_before_end
+
+    for first, *later in ranks(2).run(work):
+        assert not any(first)  # the first backward teaches the order
+        assert all(all(round) and len(round) == 6 for round in later)
+
+
+def test_ten_thousand_parameters(ranks):
+    def work():
+        overlap.init()
+        model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(10_000)])
+        overlap.attach(model)
+        for _ in range(2):
+            for parameter in model:
+                parameter.grad = None
+            (torch.cat(list(model)).sum() * (overlap.rank() + 1)).backward()
+        return {parameter.grad.item() for parameter in model}
+
+    assert ranks(2).run(work) == [{1.5}] * 2
+
+
+def test_gradients_are_kept_once(ranks):
+    def work():
+        import psutil
+
+        overlap.init()
+        model = nn.Sequential(*[nn.Linear(1500, 1500, bias=False) for _ in range(8)])
+        x = torch.randn(4, 1500)
+        process = psutil.Process()
+
+        def after_backward():
+            model.zero_grad()
+            model(x).sum().backward()
+            return process.memory_full_info().pss
+
+        plain = [after_backward() for _ in range(3)][-1]
+        model.zero_grad()
+        overlap.attach(model)
+        attached = [after_backward() for _ in range(3)][-1]
+        return (attached - plain) / 1e6
+
+    # 72 MB of gradients, 9 MB the largest: far from twice.
+    assert max(ranks(2).run(work)) < 9 + 16
+
+
+def test_world_of_one_sends_nothing():
+    layer = scalar()
+    try:
+        attached = overlap.attach(layer)
+        layer(torch.ones(1)).sum().backward()
+        assert layer.weight.grad.item() == 1.0
+        with attached.no_sync():
+            layer(torch.ones(1)).sum().backward()
+        assert layer.weight.grad.item() == 2.0
+        attached.detach()
+    finally:
+        overlap.shutdown()
