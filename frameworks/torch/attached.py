@@ -9,6 +9,7 @@ join later (unfrozen, or used for the first time) join the plan in the same way.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -274,6 +275,7 @@ class Attached:
                     slot.fill()
             self._buckets.append(BucketSlots(bucket, self._slots, buffer))
             self._buckets[-1].gather()
+        _give_back_freed_memory()
 
     def _average_new(self, number: int, new: set[int]) -> None:
         bucket = self._buckets[number]
@@ -282,6 +284,15 @@ class Attached:
         spans = [(bucket.span, bucket.name)] if whole else [(bucket.part(slot), slot.name) for slot in slots]
         for span, name in spans:
             self._flying.append(self._submit(partial(_average, span), f"allreduce of {name}"))
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _give_back_freed_memory() -> None:
+    """Return what gradients occupied before they moved into slices; glibc would keep it, as large again."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 def _average(span: Span, communicator: Communicator) -> None:

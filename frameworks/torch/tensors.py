@@ -39,8 +39,6 @@ def make_slice(buffer: Buffer, offset: int, like: torch.Tensor) -> torch.Tensor:
     if count == 0:
         return torch.empty_like(like, requires_grad=False)
     flat = torch.frombuffer(buffer.memory, dtype=like.dtype, count=count, offset=offset)
-    if like.is_contiguous():
-        return flat.view(like.shape)
     if _is_dense(like):
         return flat.as_strided(like.size(), like.stride())
     return flat.view(like.shape)
