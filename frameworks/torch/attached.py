@@ -59,6 +59,7 @@ class Attached:
         self._limits = (bucket_bytes, edge_bytes)
         self._parameters = [Parameter(name, p.numel(), dtype_of(name, p)) for name, p in named]
         self._slots = [Slot(index, name, p) for index, (name, p) in enumerate(named)]
+        self._tensors = [p for _, p in named]
         self._buckets: list[BucketSlots] = []
         self._filling = Buckets([])
         self._digest = 0
@@ -188,7 +189,7 @@ class Attached:
             parameter.grad = grad
 
     def _exchange(self, aborted: bool) -> Handle[Any]:
-        trainable = bytes([slot.parameter.requires_grad for slot in self._slots])
+        trainable = bytes([parameter.requires_grad for parameter in self._tensors])
         flags = (np.frombuffer(bytes(each), bool) for each in (self.touched, self._late, trainable))
         return self._submit(Record(self._digest, aborted, *flags).exchange, "the end of a backward")
 
@@ -214,14 +215,19 @@ class Attached:
 
     def _deliver(self, touched: np.ndarray) -> None:
         """Every gradient that some rank has touched is its slice now; the others keep what they held."""
-        for slot, somewhere in zip(self._slots, touched.tolist(), strict=True):
-            if somewhere:
+        if touched.all():  # as in most models, always
+            for slot in self._slots:
                 slot.parameter.grad = slot.slice
+            return
+        for index in np.flatnonzero(touched):
+            slot = self._slots[index]
+            slot.parameter.grad = slot.slice
 
     def _reset(self) -> None:
         """Ready for the next round, whatever became of this one."""
         for slot in self._slots:
-            slot.end_round()
+            if slot.left != slot.expected:
+                slot.end_round()
         self.touched[:] = self._late[:] = bytes(len(self._slots))
         self._order.clear()
         self._filling.begin()

@@ -95,10 +95,9 @@ class Slot:
 
     def end_round(self) -> None:
         """Expect as many accumulations as came in this round, if any did."""
-        if self.left != self.expected:
-            if self.expected != UNPLANNED:
-                self.expected -= self.left
-            self.left = self.expected
+        if self.expected != UNPLANNED:
+            self.expected -= self.left
+        self.left = self.expected
 
 
 class BucketSlots:
@@ -107,6 +106,7 @@ class BucketSlots:
     def __init__(self, plan: BucketPlan, slots: Sequence[Slot], buffer: Buffer) -> None:
         self.slots = [slots[index] for index in plan.parameters]
         self._small = [slot for slot in self.slots if slot.small]
+        self._parameters = [slot.parameter for slot in self._small]
         self._only_vectors = all(slot.parameter.dim() == 1 for slot in self._small)
         self._starts = dict(zip(plan.parameters, plan.starts, strict=True))
         self.span: Span = buffer.span(plan.dtype, plan.count, plan.offset)
@@ -123,7 +123,7 @@ class BucketSlots:
         slots = self._small
         if not slots:
             return
-        grads = [slot.parameter.grad for slot in slots]
+        grads = [parameter.grad for parameter in self._parameters]
         slices = [slot.slice for slot in slots]
         if (
             len(slots) < len(self.slots)
@@ -135,8 +135,8 @@ class BucketSlots:
             for slot in slots:
                 slot.fill()
             return
-        for slot in slots:
-            slot.parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _concatenate(self, grads: Sequence[torch.Tensor | None]) -> bool:
         try:
