@@ -35,7 +35,7 @@ class Buckets:
         self._next = 0
 
     def filled(self, bucket: int) -> Sequence[int]:
-        """One more gradient of `bucket` is in its slice; returns the buckets that leave now, in plan order."""
+        """One more gradient of `bucket` is in its slice; returns the buckets that leave, in plan order."""
         self._missing[bucket] -= 1
         if self._missing[bucket]:
             return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import numpy as np
@@ -65,8 +66,12 @@ def check_reducible(op: Op, dtype: DType, divisor: float | None) -> None:
     """Refuse what has no meaning, before anything is sent.
 
     Raises:
-        ValueError: `op` is undefined for `dtype`, or `divisor` is given without an average or is zero.
+        TypeError: `op` is no Op.
+        ValueError: `op` is undefined for `dtype`, or `divisor` is given without an average, or is not a
+            positive, finite number.
     """
+    if not isinstance(op, Op):
+        raise TypeError(f"op must be an Op (Op.SUM, Op.AVERAGE, ...), not {op!r}")
     if op is Op.AVERAGE and not (dtype.is_floating or dtype.is_complex):
         raise ValueError(f"op=Op.AVERAGE is not defined for {dtype.value}: use Op.SUM and divide as you want")
     if op is Op.SUM and dtype is DType.BOOL:
@@ -75,5 +80,7 @@ def check_reducible(op: Op, dtype: DType, divisor: float | None) -> None:
         )
     if op in (Op.MIN, Op.MAX) and dtype.is_complex:
         raise ValueError(f"op={op} is not defined for {dtype.value}: complex numbers have no order")
-    if divisor is not None and (op is not Op.AVERAGE or not divisor > 0):
-        raise ValueError(f"divisor must be positive and goes with Op.AVERAGE only, not {divisor!r} with {op}")
+    if divisor is not None and (op is not Op.AVERAGE or not 0 < divisor < math.inf):
+        raise ValueError(
+            f"divisor must be positive and finite, and goes with Op.AVERAGE only, not {divisor!r} with {op}"
+        )

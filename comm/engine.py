@@ -10,14 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from .backends.base import Communicator
-from .errors import CommError, MismatchError, PeerLost
-from .handle import Handle
-from .world import World
+from overlap.comm.backends.base import Communicator
+from overlap.comm.errors import CommError, MismatchError, PeerLost
+from overlap.comm.handle import Handle
+from overlap.comm.world import World
 
 T = TypeVar("T")
+_Item: TypeAlias = "tuple[Callable[[Communicator], object], str, int, Handle[Any]]"
 
 # Errors after which every rank is still at the same place: the channel goes on.
 _HARMLESS = (MismatchError, ValueError, TypeError)
@@ -34,7 +35,7 @@ class Channel:
     def __init__(self, communicator: Communicator, name: str) -> None:
         self.name = name
         self._communicator = communicator
-        self._queue: SimpleQueue[tuple[Callable[[Communicator], object], str, int, Handle] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._broken: BaseException | None = None
         self._closed = False
         # A daemon: a script that raises must end although this thread waits for a peer.
@@ -52,7 +53,9 @@ class Channel:
             CommError: the channel is closed.
         """
         if self._closed:
-            raise CommError("overlap was shut down, or this model detached: call overlap.init() and attach anew")
+            raise CommError(
+                "overlap was shut down, or this model detached: call overlap.init() and attach anew"
+            )
         handle: Handle[T] = Handle(time.perf_counter())
         self._queue.put((work, doing, tag, handle))
         return handle

@@ -35,7 +35,7 @@ class Handle(Generic[T]):
         Raises:
             TimeoutError: it is not finished after `timeout_s`; it goes on.
         """
-        if not self._finished.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        if not self._finished.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             raise TimeoutError(f"not finished after {timeout_s:g} s")
         self._finished.release()
         if self._error is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .backends.base import Communicator
-from .span import Span
+from overlap.comm.backends.base import Communicator
+from overlap.comm.span import Span
 
 
 def allgather_bytes(communicator: Communicator, data: bytes) -> list[bytes]:

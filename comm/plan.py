@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .dtype import DType
+from overlap.comm.dtype import DType
 
 # Slices of a bucket are packed without gaps (so that small ones can be copied by one call); buckets start on
 # pages of their own, so that no two ranks and no two buckets share a cache line.

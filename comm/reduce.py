@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from .dtype import DType, Op
+from overlap.comm.dtype import DType, Op
 
 BLOCK_BYTES = 128 * 1024
-# Torch's kernels use its thread pool above 32,768 elements, which an engine thread must not start; where torch
-# has one thread, larger blocks spread the cost of its calls (65,536: 15 % faster; 131,072: out of cache).
+# Torch's kernels use its thread pool above 32,768 elements, which an engine thread must not start; where
+# torch has one thread, larger blocks spread the cost of its calls (65,536: 15 % faster; 131,072: out of cache).
 _BLOCK_16BIT, _BLOCK_16BIT_ALONE = 32 * 1024, 64 * 1024
 
 _FOLDS: dict[Op, Callable[..., Any]] = {
@@ -60,7 +60,8 @@ def reduce_into(
 
 
 def _numpy(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: Op, divisor: float) -> None:
-    fold, storage, count = _FOLDS[op], sources[0].dtype, len(sources[0])
+    storage, count = sources[0].dtype, len(sources[0])
+    fold = _complex_product if op is Op.PRODUCT and storage.kind == "c" else _FOLDS[op]
     scale, factor = _scaling(divisor, storage)
     block = BLOCK_BYTES // storage.itemsize
     # With two sources each element is read before it is written, so a target can hold the running value.
@@ -80,9 +81,16 @@ def _numpy(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: Op,
             np.copyto(target[piece], value)
 
 
+def _complex_product(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+    """By parts: numpy's own product is fused or not, depending on an array's length and place."""
+    real = x.real * y.real - x.imag * y.imag
+    out.imag = x.real * y.imag + x.imag * y.real
+    out.real = real
+
+
 def _scaling(divisor: float, storage: np.dtype[Any]) -> tuple[Callable[..., Any], Any]:
     """Division by `divisor`: by multiplication only where that gives the same bits (powers of two)."""
-    if math.frexp(divisor)[0] == 0.5:
+    if math.frexp(divisor)[0] == 0.5 and 2.0**-100 < divisor < 2.0**100:
         return np.multiply, storage.type(1 / divisor)
     return np.divide, storage.type(divisor)
 
@@ -101,6 +109,12 @@ def has_torch() -> bool:
     if _has_torch is None:
         _has_torch = importlib.util.find_spec("torch") is not None
     return _has_torch
+
+
+def use_torch(wanted: bool | None) -> None:
+    """Whether to use torch's kernels; None (at first) is where it is installed."""
+    global _has_torch
+    _has_torch = wanted
 
 
 _has_torch: bool | None = None

@@ -13,22 +13,24 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import PeerLost, StartError
-from .world import World
+from overlap.comm.errors import PeerLost, StartError
+from overlap.comm.world import World
 
 _MESSAGE_BYTES = 64 * 1024
 _LISTEN_BACKLOG = 512
 
 
 class Processes:
-    """Handles of the job's processes on this host, to ask whether they live."""
+    """Handles of the job's processes on this host, to ask whether they live; closed with the last user."""
 
     def __init__(self, handles: Sequence[int], own: int) -> None:
         self.handles, self._own = list(handles), own
+        weakref.finalize(self, _close_all, self.handles).atexit = False
 
     def dead(self) -> list[int]:
         """Ranks whose processes have ended."""
@@ -39,10 +41,10 @@ class Processes:
                 poll.register(handle, select.POLLIN)
         return [self.handles.index(handle) for handle, _ in poll.poll(0)]
 
-    def close(self) -> None:
-        for handle in self.handles:
-            os.close(handle)
-        self.handles = []
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 @dataclass
@@ -62,26 +64,39 @@ class Links:
         try:
             socket.send_fds(self.sockets[rank], [json.dumps(message).encode()], list(descriptors))
         except OSError as error:
-            raise PeerLost(rank, f"closed its connection ({error.strerror})", "set-up") from error
+            raise PeerLost(
+                self.members[rank], f"closed its connection ({error.strerror})", "set-up"
+            ) from error
 
-    def receive(self, rank: int, descriptors: int = 0) -> tuple[Any, list[int]]:
-        """The next message from `rank`, with as many descriptors; PeerLost if it dies first."""
+    def receive(
+        self, rank: int, descriptors: int, check: Callable[[], None] = lambda: None
+    ) -> tuple[Any, list[int]]:
+        """The next message from `rank`, with up to so many descriptors; PeerLost if it dies first.
+
+        Args:
+            check: called ten times a second; raises where no message will come.
+        """
         poll = select.poll()
         poll.register(self.sockets[rank], select.POLLIN)
-        handle = self.processes.handles[self.members[rank]]
-        poll.register(handle, select.POLLIN)
-        events = [descriptor for descriptor, _ in poll.poll()]
-        data, fds = b"", []
-        if self.sockets[rank].fileno() in events:
-            data, fds, _, _ = socket.recv_fds(self.sockets[rank], _MESSAGE_BYTES, descriptors)
+        poll.register(self.processes.handles[self.members[rank]], select.POLLIN)
+        while not (events := poll.poll(100)):
+            check()
+        data, fds = b"", list[int]()
+        if self.sockets[rank].fileno() in (descriptor for descriptor, _ in events):
+            data, fds = _receive(self.sockets[rank], descriptors)
         if not data:
-            raise PeerLost(rank, "ended", "set-up")
+            raise PeerLost(self.members[rank], "was killed or ended without a word", "set-up")
         return json.loads(data), fds
 
     def close(self) -> None:
-        for link in self.sockets.values():
-            link.close()
+        _close_links(self.sockets)
         self.sockets = {}
+
+
+def _receive(link: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:
+    """A message and its descriptors, which programs that this process starts don't inherit."""
+    data, fds, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, descriptors, socket.MSG_CMSG_CLOEXEC)
+    return data, fds
 
 
 def meet(world: World, generation: int, timeout_s: float) -> Links:
@@ -113,21 +128,47 @@ def _gather(world: World, name: str, deadline: float, timeout_s: float) -> Links
                 "under the same name?"
             ) from error
         listener.listen(_LISTEN_BACKLOG)
-        sockets = _accept_all(world, listener, deadline, timeout_s)
-    handles = [os.pidfd_open(os.getpid())]
-    handles += [os.pidfd_open(_credentials(sockets[rank])[0]) for rank in range(1, world.size)]
-    links = Links(sockets, list(range(world.size)), Processes(handles, 0))
-    for rank in range(1, world.size):
-        links.send(rank, {"size": world.size}, handles)
+        found: dict[int, socket.socket] = {}
+        unknown: dict[int, socket.socket] = {}
+        try:
+            _accept_all(world, listener, deadline, timeout_s, found, unknown)
+            return _introduce(world, found)
+        except BaseException:
+            _close_links(found)
+            raise
+        finally:
+            _close_links(unknown)
+
+
+def _close_links(links: dict[int, socket.socket]) -> None:
+    for link in links.values():
+        link.close()
+
+
+def _introduce(world: World, sockets: dict[int, socket.socket]) -> Links:
+    """Send every rank a handle of each."""
+    processes = Processes([os.pidfd_open(os.getpid())], 0)
+    links = Links(sockets, list(range(world.size)), processes)
+    rank = 0
+    try:
+        for rank in range(1, world.size):
+            processes.handles.append(os.pidfd_open(_credentials(sockets[rank])[0]))
+        for rank in range(1, world.size):
+            links.send(rank, {"size": world.size}, processes.handles)
+    except (OSError, PeerLost) as error:
+        raise StartError(f"rank {rank} ended while the ranks met ({error}); its output says why") from error
     return links
 
 
 def _accept_all(
-    world: World, listener: socket.socket, deadline: float, timeout_s: float
-) -> dict[int, socket.socket]:
-    """Accept every other rank; strangers are dropped, and can't hold up the others."""
-    found: dict[int, socket.socket] = {}
-    unknown: dict[int, socket.socket] = {}
+    world: World,
+    listener: socket.socket,
+    deadline: float,
+    timeout_s: float,
+    found: dict[int, socket.socket],
+    unknown: dict[int, socket.socket],
+) -> None:
+    """Accept every other rank into `found`; strangers are dropped, and can't hold up the others."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     while len(found) < world.size - 1:
@@ -151,9 +192,6 @@ def _accept_all(
                 guest.close()
             else:
                 found[rank] = guest
-    for guest in unknown.values():
-        guest.close()
-    return found
 
 
 def _rank_of(guest: socket.socket, world: World) -> int | None:
@@ -165,7 +203,7 @@ def _rank_of(guest: socket.socket, world: World) -> int | None:
         rank = hello["rank"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return rank if isinstance(rank, int) and 0 < rank < world.size else None
+    return rank if type(rank) is int and 0 < rank < world.size else None
 
 
 def _join(world: World, name: str, deadline: float, timeout_s: float) -> Links:
@@ -189,7 +227,7 @@ def _join(world: World, name: str, deadline: float, timeout_s: float) -> Links:
     try:
         link.send(json.dumps({"rank": world.rank}).encode())
         link.settimeout(max(0.1, deadline - time.monotonic()))
-        data, handles, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, world.size)
+        data, handles = _receive(link, world.size)
     except OSError as error:
         data, handles = b"", []
         cause: OSError | None = error

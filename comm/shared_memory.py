@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share, without a name that could be left behind or opened by others."""
+"""Memory that the processes of one host share, without a name to leave behind or for others to open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_int = ctypes.c_int
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, _int, _int, _int, ctypes.c_long]
 _MAP_FIXED = 0x10
 
 # Every mapping that is alive, by descriptor: (address, bytes), for `_make_private` in forked children.
@@ -20,6 +21,9 @@ _mapped: dict[int, tuple[int, int]] = {}
 
 class Segment:
     """A mapping of an anonymous file; the memory lives as long as an array over it does, in any process.
+
+    Args:
+        descriptor: of the file; it is this object's from now on, and closed if the mapping fails.
 
     Attributes:
         bytes: the whole mapping; arrays cut from it keep it mapped.
@@ -30,7 +34,11 @@ class Segment:
         self.descriptor = descriptor
         # A mapping of no bytes is an error; one page costs nothing until it is touched.
         length = max(nbytes, mmap.PAGESIZE)
-        mapping = mmap.mmap(descriptor, length)
+        try:
+            mapping = mmap.mmap(descriptor, length)
+        except BaseException:
+            os.close(descriptor)
+            raise
         whole = np.frombuffer(mapping, np.uint8)
         self.bytes = whole[:nbytes]
         _mapped[descriptor] = (whole.ctypes.data, length)
@@ -41,7 +49,11 @@ class Segment:
     def create(cls, nbytes: int) -> Segment:
         """New zeroed memory; pages are taken when they are first touched."""
         descriptor = os.memfd_create("overlap", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
+        try:
+            os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
+        except BaseException:
+            os.close(descriptor)
+            raise
         return cls(descriptor, nbytes)
 
 

@@ -1,4 +1,4 @@
-"""What a round cost: how much of its communication was hidden behind computation, and how much was exposed."""
+"""What a round cost: how much of its communication was hidden behind computation, how much was exposed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
-from .handle import Handle
+from overlap.comm.handle import Handle
 
 # Rounds that the medians are taken over.
 _WINDOW = 1000
@@ -48,7 +49,7 @@ class Recorder:
         self._last_end_s = 0.0
         self._rounds: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
 
-    def add(self, handles: Sequence[Handle], backward_end_s: float, end_s: float) -> None:
+    def add(self, handles: Sequence[Handle[Any]], backward_end_s: float, end_s: float) -> None:
         """A round is over.
 
         Args:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import StartError
+from overlap.comm.errors import StartError
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The contract that every backend meets: the communicator.
 
-A communicator joins `size` ranks. Its calls are collective: every rank makes the same calls in the same order,
-from one thread at a time, and a call returns when this rank's part is done and its memory may be used again.
+A communicator joins `size` ranks. Its calls are collective: every rank makes the same calls in the same
+order, from one thread at a time, and a call returns when this rank's part is done and its memory may be used
+again. `PeerLost` counts ranks as the job does, everything else as the communicator does.
 
 Guarantees, which `tests/contract` checks for every backend:
 - What can be judged locally is judged before anything is sent (ValueError, TypeError).
@@ -16,8 +17,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ..dtype import Op
-from ..span import Buffer, Span
+from overlap.comm.dtype import Op
+from overlap.comm.span import Buffer, Span
 
 
 class Communicator(ABC):
@@ -37,7 +38,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Buffer:
-        """Collective: a zeroed buffer of `nbytes` on every rank, in the memory that this backend likes best."""
+        """Collective: a zeroed buffer of `nbytes` on every rank, in the memory that this backend likes best.
+
+        Raises:
+            MemoryError: a rank can't have it (on all ranks).
+        """
 
     @abstractmethod
     def allreduce(self, span: Span, op: Op = Op.SUM, divisor: float | None = None) -> None:
@@ -70,13 +75,20 @@ class Communicator(ABC):
     def alltoall(
         self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
     ) -> None:
-        """Piece j of `send` goes to rank j; piece i of `recv` comes from rank i. The spans must not overlap."""
+        """Piece j of `send` goes to rank j; piece i of `recv` comes from rank i.
+
+        The spans must not overlap.
+        """
 
     @abstractmethod
     def sendrecv(
         self, send: Span | None, dest: int | None, recv: Span | None, source: int | None
     ) -> None:
-        """Send to `dest` while receiving from `source`; either may be left out. Pairs match in order."""
+        """Send to `dest` while receiving from `source`; either may be left out. Pairs match in order.
+
+        To itself a rank can send only while it receives from itself. Lengths that differ are a MismatchError
+        on both ends.
+        """
 
     def send(self, span: Span, dest: int) -> None:
         """Send to rank `dest`, which calls `recv`."""

@@ -9,35 +9,54 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MismatchError, PeerLost
-from ..span import Buffer, Span
-from .base import Communicator
-from .direct import Call, DirectCommunicator, check_equal
+from overlap.comm.backends.base import Communicator
+from overlap.comm.backends.direct import (
+    Call,
+    DirectCommunicator,
+    check_allocation,
+    check_color,
+    check_equal,
+    other_length,
+)
+from overlap.comm.errors import CommError, MismatchError, PeerLost
+from overlap.comm.span import Buffer, Span
+
+
+class Letter:
+    """Bytes on their way between two ranks."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+        self.expected: int | None = None  # how many bytes the receiver wanted; None until it has taken them
 
 
 class Meeting:
-    """Where the threads of one communicator wait for each other."""
+    """Where the threads of one communicator wait for each other.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        members: each rank's number in the job, for errors.
+    """
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = members
         # One condition for all: a few ranks that meet often need no finer lock.
         self.changed = threading.Condition()
-        self.arrived = [0] * size
-        self.calls: list[Call] = [Call("barrier")] * size
-        self.offers: list[Any] = [None] * size
+        self.arrived = [0] * len(members)
+        self.calls: list[Call] = [Call("barrier")] * len(members)
+        self.offers: list[Any] = [None] * len(members)
         self.lost: dict[int, tuple[int, str]] = {}
         self.ended: dict[int, str] = {}
         self.children: dict[Any, Meeting] = {}
-        self.mail: dict[tuple[int, int], list[np.ndarray]] = {}
+        self.mail: dict[tuple[int, int], list[Letter]] = {}
 
-    def wait(self, rank: int, ready: Callable[[], bool], needed: Callable[[], set[int]], doing: str) -> None:
+    def wait(self, ready: Callable[[], bool], needed: Callable[[], set[int]], doing: str) -> None:
         """Wait until `ready()`; raise PeerLost where one of the `needed()` ranks can't come any more."""
         with self.changed:
             while not ready():
                 for culprit, reason in self.lost.values():
                     raise PeerLost(culprit, reason, doing)
-                for peer in needed() & self.ended.keys():
-                    raise PeerLost(peer, self.ended[peer], doing)
+                for peer in sorted(needed() & self.ended.keys()):
+                    raise PeerLost(self.members[peer], self.ended[peer], doing)
                 self.changed.wait()
 
 
@@ -46,14 +65,24 @@ class InprocCommunicator(DirectCommunicator):
 
     Args:
         before: called with (rank, what is called) ahead of every call; may sleep or raise.
+        family: all communicators of this thread, this one among them from now on.
     """
 
     def __init__(
-        self, meeting: Meeting, rank: int, before: Callable[[int, str], None] | None = None
+        self,
+        meeting: Meeting,
+        rank: int,
+        before: Callable[[int, str], None] | None = None,
+        family: list[InprocCommunicator] | None = None,
     ) -> None:
-        self.rank, self.size = rank, meeting.size
+        self.rank, self.size = rank, len(meeting.members)
+        self.group = object()
         self._meeting_place, self._before = meeting, before
         self._buffers = 0
+        self._closed = False
+        self._pair = ""  # what a sendrecv is at, for errors
+        self._family = [] if family is None else family
+        self._family.append(self)
 
     def _sync(self) -> None:
         place = self._meeting_place
@@ -65,11 +94,21 @@ class InprocCommunicator(DirectCommunicator):
         def late() -> set[int]:
             return {rank for rank, count in enumerate(place.arrived) if count < target}
 
-        place.wait(self.rank, lambda: not late(), late, self.doing)
+        place.wait(lambda: not late(), late, self._at())
+
+    def _at(self) -> str:
+        """What this rank is doing, in words."""
+        return self.doing or self._pair or str(self._meeting_place.calls[self.rank])
+
+    def _begin(self, kind: str) -> None:
+        if self._closed:
+            raise CommError(f"this communicator was closed: call overlap.init() anew before {kind}")
+        if self._before is not None:
+            self._before(self.rank, kind)
 
     def _arrive(self, call: Call) -> None:
-        if self._before is not None:
-            self._before(self.rank, call.kind)
+        self._begin(call.kind)
+        self._pair = ""
         self._meeting_place.calls[self.rank] = call
         self._sync()
         try:
@@ -102,60 +141,88 @@ class InprocCommunicator(DirectCommunicator):
         return tables
 
     def allocate(self, nbytes: int) -> Buffer:
+        check_allocation(nbytes)
         offers = self._all_offers(np.zeros(nbytes, np.uint8))
-        self._arrive(Call("allocate", count=nbytes))
+        self._arrive(Call("allocate", length=nbytes, tag=self.tag))
         parts = tuple(offers)
         self._leave()
         self._buffers += 1
-        return Buffer(self._buffers, parts, self.rank)
+        return Buffer(self._buffers, parts, self.rank, self.group)
 
-    def sendrecv(
-        self, send: Span | None, dest: int | None, recv: Span | None, source: int | None
-    ) -> None:
-        place = self._meeting_place
-        if send is not None and dest is not None:
-            self._check_rank("dest", dest)
+    def _exchange_pair(self, out: np.ndarray | None, dest: int, into: np.ndarray | None, source: int) -> None:
+        self._begin("sendrecv")
+        self._pair = "sendrecv"
+        place, letter, mismatch = self._meeting_place, None, None
+        if out is not None:
+            letter = Letter(out)
             with place.changed:
-                place.mail.setdefault((self.rank, dest), []).append(send.array.copy())
+                place.mail.setdefault((self.rank, dest), []).append(letter)
                 place.changed.notify_all()
-        if recv is not None and source is not None:
-            self._check_rank("source", source)
+        if into is not None:
+            mismatch = self._take(into, source)
+        if letter is not None:
+            taken = letter
+            place.wait(lambda: taken.expected is not None, lambda: {dest}, self._at())
+            expected = taken.expected or 0
+            if expected != len(taken.data):
+                mismatch = mismatch or other_length(self.rank, len(taken.data), dest, expected)
+        if mismatch is not None:
+            raise mismatch
+
+    def _take(self, into: np.ndarray, source: int) -> MismatchError | None:
+        place = self._meeting_place
+        with place.changed:
             box = place.mail.setdefault((source, self.rank), [])
-            place.wait(self.rank, lambda: bool(box), lambda: {source}, self.doing)
-            with place.changed:
-                came = box.pop(0)
-            if came.nbytes != recv.array.nbytes:
-                raise MismatchError(
-                    f"rank {source} sends {came.nbytes} bytes, but rank {self.rank} receives "
-                    f"{recv.array.nbytes}; give the same number on both"
-                )
-            np.copyto(recv.array, came)
+            place.wait(lambda: bool(box), lambda: {source}, self._at())
+            letter = box.pop(0)
+            if len(letter.data) == len(into):
+                np.copyto(into, letter.data)
+            letter.expected = len(into)
+            place.changed.notify_all()
+        if len(letter.data) == len(into):
+            return None
+        return other_length(source, len(letter.data), self.rank, len(into))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        check_color(color, key)
         offers = self._all_offers((color, key))
-        self._arrive(Call("split"))
+        self._arrive(Call("split", tag=self.tag))
         group = sorted((theirs[1], rank) for rank, theirs in enumerate(offers) if theirs[0] == color)
         ranks = tuple(rank for _, rank in group)
         if color is None:
             self._leave()
             return None
-        with self._meeting_place.changed:
-            name = ("group", color, self._meeting_place.arrived[self.rank])
-            child = self._meeting_place.children.setdefault(name, Meeting(len(ranks)))
+        place = self._meeting_place
+        with place.changed:
+            name = (color, place.arrived[self.rank])
+            child = place.children.setdefault(name, Meeting([place.members[rank] for rank in ranks]))
         self._leave()
-        return InprocCommunicator(child, ranks.index(self.rank), self._before)
+        with place.changed:
+            place.children.pop(name, None)
+        return InprocCommunicator(child, ranks.index(self.rank), self._before, self._family)
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         place = self._meeting_place
         with place.changed:
-            place.lost[self.rank] = (self.rank if culprit is None else culprit, reason)
+            if not self._closed and self.rank not in place.lost:
+                place.lost[self.rank] = (place.members[self.rank] if culprit is None else culprit, reason)
             place.changed.notify_all()
 
     def close(self, reason: str = "ended without an error") -> None:
         place = self._meeting_place
+        self._closed = True
         with place.changed:
             place.ended.setdefault(self.rank, reason)
             place.changed.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """End this thread's part in all its communicators, as a process's end would."""
+        for communicator in self._family:
+            if isinstance(error, PeerLost):
+                communicator.abort(error.reason, error.rank)
+            elif error is not None:
+                communicator.abort(f"raised {type(error).__name__}: {error}")
+            communicator.close()
 
 
 def run_threads(
@@ -177,17 +244,17 @@ def run_threads(
     >>> run_threads(3, work)
     [6.0, 6.0, 6.0]
     """
-    meeting = Meeting(size)
+    meeting = Meeting(range(size))
 
     def rank_main(rank: int) -> Any:
         communicator = InprocCommunicator(meeting, rank, before)
         try:
-            return work(communicator)
+            result = work(communicator)
         except BaseException as error:
-            communicator.abort(f"raised {type(error).__name__}: {error}")
+            communicator.end(error)
             raise
-        finally:
-            communicator.close()
+        communicator.end(None)
+        return result
 
     with ThreadPoolExecutor(size, "rank") as threads:
         futures = [threads.submit(rank_main, rank) for rank in range(size)]
