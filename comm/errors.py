@@ -37,7 +37,8 @@ class BackwardAborted(CommError):
     def __init__(self, rank: int) -> None:
         self.rank = rank
         super().__init__(
-            f"rank {rank}'s backward raised, so this step's gradients can't be averaged: see that rank's own error"
+            f"rank {rank}'s backward raised, so this step's gradients can't be averaged: see that rank's "
+            "own error"
         )
 
     def __reduce__(self) -> tuple[type[BackwardAborted], tuple[int]]:

@@ -81,9 +81,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def sendrecv(
-        self, send: Span | None, dest: int | None, recv: Span | None, source: int | None
-    ) -> None:
+    def sendrecv(self, send: Span | None, dest: int | None, recv: Span | None, source: int | None) -> None:
         """Send to `dest` while receiving from `source`; either may be left out. Pairs match in order.
 
         To itself a rank can send only while it receives from itself. Lengths that differ are a MismatchError

@@ -227,9 +227,7 @@ class DirectCommunicator(Communicator):
                         f"{expected}; give the same number on both"
                     )
 
-    def sendrecv(
-        self, send: Span | None, dest: int | None, recv: Span | None, source: int | None
-    ) -> None:
+    def sendrecv(self, send: Span | None, dest: int | None, recv: Span | None, source: int | None) -> None:
         out = self._bytes("send", send, "dest", dest)
         into = self._bytes("recv", recv, "source", source)
         if (dest == self.rank) != (source == self.rank):

@@ -20,7 +20,7 @@ from overlap.comm.engine import Engine
 from overlap.comm.span import Span
 
 from .gloo import process_group
-from .job import Timing, pooled, run_ranks
+from .job import Timing, new_ranks, pooled
 
 Samples = dict[str, list[float]]
 HALVES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
@@ -34,7 +34,8 @@ def report(num_proc: int, sizes: Sequence[int], elements: int) -> dict[str, Any]
         sizes: bytes of float32 to average.
         elements: how many 16-bit floats to average beside as many float32.
     """
-    results = run_ranks(num_proc, _measure, sizes, elements)
+    with new_ranks(num_proc) as ranks:
+        results = ranks.run(_measure, sizes, elements)
     by_size = [_size_row(nbytes, [result[0][i] for result in results]) for i, nbytes in enumerate(sizes)]
     return {
         "benchmark": "allreduce",

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from enum import Enum
 from typing import Annotated, Any
 
@@ -117,12 +117,14 @@ def step(
         )
     from . import hook_cost, memory, table
     from . import step as steps_of_models
+    from .job import new_ranks
 
     record: dict[str, Any] = {"benchmark": "step", "ranks": num_proc}
     timed = [name for name in dict.fromkeys(each.value for each in model) if name in steps_of_models.MODELS]
     with _working("step"):
-        record["models"] = steps_of_models.report(num_proc, timed, steps, rounds)
-        record["hooks"] = hook_cost.report(num_proc, rounds) if Model.HOOKS in model else None
+        with new_ranks(num_proc) as ranks:
+            record["models"] = steps_of_models.report(ranks, timed, steps, rounds)
+            record["hooks"] = hook_cost.report(ranks, rounds) if Model.HOOKS in model else None
         record["memory"] = memory.report(num_proc, steps or 5) if Model.MEMORY in model else None
     _write(record, as_json, table.step)
 
@@ -140,9 +142,10 @@ def _write(
 
 @contextmanager
 def _working(what: str) -> Iterator[None]:
-    """Show on a terminal's standard error that the benchmark runs."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True).status(f"overlap bench {what}: measuring"):
-        yield
+    """Show on a terminal that the benchmark runs; what ranks may print goes to standard error."""
+    with redirect_stdout(sys.stderr):
+        if sys.stderr.isatty():
+            with Console(stderr=True).status(f"overlap bench {what}: measuring"):
+                yield
+        else:
+            yield

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import overlap
 
-from .job import run_ranks
+if TYPE_CHECKING:
+    from overlap.launch import Ranks
 
 PARAMETERS = 10_000
 TARGET_US = 2.0
 
 
-def report(num_proc: int, rounds: int) -> dict[str, Any]:
-    """Run the benchmark in a job of its own; a record that JSON can hold."""
-    results = run_ranks(num_proc, _measure, rounds)
+def report(ranks: Ranks, rounds: int) -> dict[str, Any]:
+    """Run the benchmark; a record that JSON can hold."""
+    results = ranks.run(_measure, rounds)
     plain, attach = (min(result[name] for result in results) for name in (0, 1))
     return {
         "parameters": PARAMETERS,

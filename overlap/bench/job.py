@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from overlap.launch import Ranks
 
 # They choose a BLAS kernel by hand: a benchmark measures what users get without them.
 _BLAS_OVERRIDES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
@@ -38,13 +41,17 @@ class Timing:
         return cls(median(scaled), min(scaled))
 
 
-def run_ranks(num_proc: int, work: Callable[..., Any], *args: Any, timeout_s: float = 1800) -> list[Any]:
-    """Call `work(*args)` in each of `num_proc` new ranks; what it returns, in rank order."""
+@contextmanager
+def new_ranks(num_proc: int) -> Iterator[Ranks]:
+    """The ranks of a new job, as every benchmark has them."""
     from overlap.launch import Ranks
 
-    with _without(_BLAS_OVERRIDES), Ranks(num_proc, env=_ENVIRONMENT) as ranks:
-        results: list[Any] = ranks.run(work, *args, timeout_s=timeout_s)
-        return results
+    taken = {name: os.environ.pop(name) for name in _BLAS_OVERRIDES if name in os.environ}
+    try:
+        with Ranks(num_proc, env=_ENVIRONMENT) as ranks:
+            yield ranks
+    finally:
+        os.environ.update(taken)
 
 
 def pooled(results: Sequence[dict[str, list[float]]], key: str) -> list[float]:
@@ -54,12 +61,3 @@ def pooled(results: Sequence[dict[str, list[float]]], key: str) -> list[float]:
     [1.0, 2.0, 3.0]
     """
     return [sample for result in results for sample in result[key]]
-
-
-@contextmanager
-def _without(names: Sequence[str]) -> Iterator[None]:
-    taken = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(taken)

@@ -11,17 +11,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a batch for it.
-
-    Attributes:
-        loss: of a forward pass over the batch.
-        parameters: how many elements.
-    """
+    """A model and a batch for it."""
 
     model: nn.Module
     batch: torch.Tensor
 
     def loss(self, model: nn.Module) -> torch.Tensor:
+        """Of a forward pass of `model` (this one, a copy or a wrapped one) over the batch."""
         output: torch.Tensor = model(self.batch)
         return output.square().mean()
 

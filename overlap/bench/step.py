@@ -14,9 +14,11 @@ from overlap.comm.backends.base import Communicator
 from overlap.comm.stats import Stats
 
 from .gloo import process_group
-from .job import Timing, run_ranks
+from .job import Timing
 
 if TYPE_CHECKING:
+    from overlap.launch import Ranks
+
     from .models import Workload
 
 # Model -> (steps a round unless given, target: times the step without communication).
@@ -39,12 +41,10 @@ class Samples:
     stats: Stats = field(default_factory=Stats)
 
 
-def report(num_proc: int, models: Sequence[str], steps: int | None, rounds: int) -> list[dict[str, Any]]:
+def report(ranks: Ranks, models: Sequence[str], steps: int | None, rounds: int) -> list[dict[str, Any]]:
     """Run the benchmark, all models in one job; a record a model that JSON can hold, in milliseconds."""
-    if not models:
-        return []
     lengths = [steps or MODELS[name][0] for name in models]
-    results = run_ranks(num_proc, _measure, list(models), lengths, rounds)
+    results = ranks.run(_measure, list(models), lengths, rounds)
     return [_row(name, [result[number] for result in results]) for number, name in enumerate(models)]
 
 

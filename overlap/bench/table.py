@@ -54,7 +54,7 @@ def step(record: dict[str, Any]) -> list[RenderableType]:
         )
     if memory := record["memory"]:
         parts.append(
-            f"Peak memory of `{memory['model']}` a rank (proportional set size): plain "
+            f"Memory of `{memory['model']}` a rank (peak proportional set size, above that before): plain "
             f"{memory['plain_peak_mb']:.0f} MB, attach {memory['attach_peak_mb']:.0f} MB, "
             f"{memory['added_mb']:+.0f} MB. Target: {memory['target_added_mb']:+.0f} MB (the largest "
             f"parameter, {memory['largest_parameter_mb']:.0f} MB, and 16 MB)."

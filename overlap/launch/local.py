@@ -26,12 +26,15 @@ _HURRIED_S = 0.5
 def rank_environ(environ: Mapping[str, str], size: int) -> dict[str, str]:
     """Make the environment that all ranks share: lines appear at once, and threads don't fight for cores.
 
-    Torch is told to take large tensors from the system in huge pages: gradients are dropped one by one as they
-    move into buckets, and glibc's heap would keep the holes, as large as all gradients together.
+    Torch is told to take large tensors from the system in huge pages: gradients are dropped one by one as
+    they move into buckets, and glibc's heap would keep the holes, as large as all gradients together.
     """
+    return {**_defaults(size), **environ}
+
+
+def _defaults(size: int) -> dict[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // size)
-    defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}
-    return {**defaults, **environ}
+    return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 class LocalRun:
@@ -77,7 +80,7 @@ class LocalRun:
             # One reader a terminal or pipe: input that several ranks share would be split between them.
             rank = self._job.start(self._command, environ, None if number == 0 else subprocess.DEVNULL)
             shown = {**environ, **self._job.variables(number)}
-            names = ["OMP_NUM_THREADS", "PYTHONUNBUFFERED", "THP_MEM_ALLOC_ENABLE", *self._job.variables(number)]
+            names = [*_defaults(self._job.size), *self._job.variables(number)]
             self._tell(
                 f"rank {number} is process {rank.pid}, with "
                 + " ".join(f"{name}={shlex.quote(shown[name])}" for name in names)

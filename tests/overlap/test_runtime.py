@@ -21,7 +21,7 @@ def alone(monkeypatch):
     for name in ("OVERLAP_SIZE", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     overlap.shutdown()
-    hook = sys.excepthook
+    hook, sys.excepthook = sys.excepthook, sys.__excepthook__
     yield
     overlap.shutdown()
     sys.excepthook = hook
