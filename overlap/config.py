@@ -32,7 +32,7 @@ class Settings:
         60.0, "OVERLAP_START_TIMEOUT_S", "Seconds that ranks wait for each other to start.", least=0.1
     )
     spin_us: float = _setting(
-        30.0, "OVERLAP_SPIN_US", "Microseconds that the engine's thread looks for a peer before it sleeps."
+        100.0, "OVERLAP_SPIN_US", "Microseconds that the engine's thread looks for a peer before it sleeps."
     )
 
     @classmethod

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -119,18 +120,17 @@ class BucketSlots:
         self.name = first if len(self.slots) == 1 else f"{first} and {len(self.slots) - 1} more"
 
     def gather(self) -> None:
-        """Bring the small gradients into the bucket: by one call where the bucket has no others."""
+        """Bring the small gradients into the bucket, by one call."""
         slots = self._small
         if not slots:
             return
         grads = [parameter.grad for parameter in self._parameters]
         slices = [slot.slice for slot in slots]
         if (
-            len(slots) < len(self.slots)
-            or any(map(is_, grads, slices))
+            any(map(is_, grads, slices))
             or any(map(is_, grads, repeat(None)))
             or max(map(sys.getrefcount, slices)) > _OWN_REFERENCES
-            or not self._concatenate(grads)
+            or not self._copy(grads, slices)
         ):
             for slot in slots:
                 slot.fill()
@@ -138,13 +138,16 @@ class BucketSlots:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _concatenate(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        try:
-            flat = grads if self._only_vectors else [grad.view(-1) for grad in grads]  # type: ignore[union-attr]
-            with torch.no_grad():
-                torch.cat(flat, out=self._flat)  # type: ignore[arg-type]
-        except RuntimeError:  # a gradient that the user has set, of strides that can't be flattened
-            return False
+    def _copy(self, grads: Sequence[Any], slices: Sequence[Any]) -> bool:
+        with torch.no_grad():
+            if len(grads) < len(self.slots):
+                torch._foreach_copy_(slices, grads)
+                return True
+            try:
+                flat = grads if self._only_vectors else [grad.view(-1) for grad in grads]
+                torch.cat(flat, out=self._flat)
+            except RuntimeError:  # a gradient that the user has set, of strides that can't be flattened
+                return False
         return True
 
     def part(self, slot: Slot) -> Span:
