@@ -18,7 +18,7 @@ from overlap.comm.dtype import DType, Op
 
 BLOCK_BYTES = 128 * 1024
 # Torch's kernels use its thread pool above 32,768 elements, which an engine thread must not start; where
-# torch has one thread, larger blocks spread the cost of its calls (65,536: 15 % faster; 131,072: out of cache).
+# torch has one thread, larger blocks spread the cost of its calls (65,536: 15 % faster; 131,072: slower).
 _BLOCK_16BIT, _BLOCK_16BIT_ALONE = 32 * 1024, 64 * 1024
 
 _FOLDS: dict[Op, Callable[..., Any]] = {
@@ -128,14 +128,6 @@ def _torch_16bit(
     kind = torch.bfloat16 if dtype is DType.BFLOAT16 else torch.float16
     reads = [torch.from_numpy(source.view(np.int16)).view(kind) for source in sources]
     writes = [torch.from_numpy(target.view(np.int16)).view(kind) for target in targets]
-    folds: dict[Op, Callable[..., Any]] = {
-        Op.SUM: torch.add,
-        Op.AVERAGE: torch.add,
-        Op.MIN: torch.minimum,
-        Op.MAX: torch.maximum,
-        Op.PRODUCT: torch.mul,
-    }
-    fold = folds[op]
     block = _BLOCK_16BIT_ALONE if torch.get_num_threads() == 1 else _BLOCK_16BIT
     total, other = torch.from_numpy(_block(np.dtype("f4"), 2 * block)).split(block)
     scale, factor = _scaling(divisor if op is Op.AVERAGE else 1, np.dtype("f4"))
@@ -145,10 +137,11 @@ def _torch_16bit(
         value, term = total[: len(first)], other[: len(first)]
         value.copy_(first)
         for read in rest[: len(reads) - 1]:
-            if fold is torch.add:
+            if op in (Op.SUM, Op.AVERAGE):
                 value.add_(read)
             else:
-                fold(value, term.copy_(read), out=value)
+                # Numpy's: torch's vector and scalar code differ in which zero is the smaller one.
+                _FOLDS[op](value.numpy(), term.copy_(read).numpy(), out=value.numpy())
         if factor != 1:
             value.mul_(factor.item()) if multiplies else value.div_(factor.item())
         target, *others = rest[len(reads) - 1 :]

@@ -9,8 +9,8 @@ Each communicator has a control segment with a region a rank:
     mail            for each peer: how much was posted to it and taken from it
     staging         for memory that the others can't read
 
-A rank writes only to its own region (and its share of results), so no word has two writers. x86 keeps stores in
-order; elsewhere a lock's acquire and release around each counter orders them.
+A rank writes only to its own region (and its share of results), so no word has two writers. x86 keeps stores
+in order; elsewhere a lock's acquire and release around each counter orders them.
 """
 
 from __future__ import annotations

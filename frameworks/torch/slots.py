@@ -138,7 +138,7 @@ class BucketSlots:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _copy(self, grads: Sequence[Any], slices: Sequence[Any]) -> bool:
+    def _copy(self, grads: list[Any], slices: list[Any]) -> bool:
         with torch.no_grad():
             if len(grads) < len(self.slots):
                 torch._foreach_copy_(slices, grads)

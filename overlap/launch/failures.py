@@ -111,10 +111,15 @@ class FailureLog:
         learn of the exception before it reaches the launcher. But not before a rank that was killed earlier.
         """
         raised = self._earliest(Kind.RAISED)
-        ended = self._earliest(Kind.SIGNALLED, Kind.EXITED)
-        if raised and ended and ended.kind is Kind.SIGNALLED and ended.time < raised.time:
-            return ended
-        return raised or ended or self._earliest(Kind.CONSEQUENCE) or self._earliest(Kind.ENDED)
+        killed = self._earliest(Kind.SIGNALLED)
+        if raised and killed and killed.time < raised.time:
+            return killed
+        return (
+            raised
+            or self._earliest(Kind.SIGNALLED, Kind.EXITED)
+            or self._earliest(Kind.CONSEQUENCE)
+            or self._earliest(Kind.ENDED)
+        )
 
     def _earliest(self, *kinds: Kind) -> Failure | None:
         found = [failure for failure in self.failures.values() if failure.kind in kinds]

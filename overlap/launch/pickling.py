@@ -20,7 +20,7 @@ _OURS = {"overlap", "__main__", "__mp_main__"}
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Keeps the names of source files, which cloudpickle drops: a traceback shall show the line that failed."""
+    """Keeps the names of source files, which cloudpickle drops: tracebacks show the line that failed."""
 
     def reducer_override(self, obj: Any) -> Any:
         reduce = self.dispatch_table.get(CodeType)
