@@ -20,8 +20,8 @@ class Buckets:
         sizes: how many gradients each bucket takes, in plan order.
 
     >>> buckets = Buckets([2, 1])
-    >>> buckets.filled(1), buckets.filled(0), buckets.filled(0)
-    ((), (), [0, 1])
+    >>> [list(buckets.filled(bucket)) for bucket in (1, 0, 0)]
+    [[], [], [0, 1]]
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
