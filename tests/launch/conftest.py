@@ -25,14 +25,14 @@ class Run:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # else what `line` has read ahead would be missing in `finish`
             env={**os.environ, **(env or {})},
             cwd=cwd,
         )
 
-    def line(self) -> str:
+    def line(self, source: str = "stdout") -> str:
         """Wait for the next line of its output."""
-        return self.process.stdout.readline()
+        return getattr(self.process, source).readline().decode()
 
     def members(self) -> list[psutil.Process]:
         """Everything below the launcher, its guard included."""
@@ -40,8 +40,8 @@ class Run:
 
     def finish(self, stdin: str = "") -> tuple[int, str, str]:
         """Wait for its end; returns exit code, output and errors."""
-        out, err = self.process.communicate(stdin, timeout=DEADLINE_S)
-        return self.process.returncode, out, err
+        out, err = self.process.communicate(stdin.encode(), timeout=DEADLINE_S)
+        return self.process.returncode, out.decode(), err.decode()
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -71,7 +71,7 @@ def test_second_interruption_kills_at_once(start):
     members = ready(run)
     began = time.monotonic()
     run.process.send_signal(signal.SIGINT)
-    while "sent SIGINT" not in run.process.stderr.readline():
+    while "sent SIGINT" not in run.line("stderr"):
         pass
     run.process.send_signal(signal.SIGINT)
     assert run.finish()[0] == 130
@@ -102,10 +102,9 @@ def test_launcher_killed_while_it_starts_ranks(start):
     for _ in range(5):
         run = start("-np", "16", "--verbose", "sleep", "100")
         job = ""
-        for line in run.process.stderr:
-            if "OVERLAP_JOB=" in line:
-                job = line.partition("OVERLAP_JOB=")[2].split()[0]
-                break
+        while not job:
+            _, _, found = run.line("stderr").partition("OVERLAP_JOB=")
+            job = found.partition(" ")[0]
         run.process.kill()
         deadline = time.monotonic() + 5
         while carriers(job) and time.monotonic() < deadline:

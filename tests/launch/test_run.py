@@ -72,10 +72,8 @@ def test_lines_are_whole_however_much_is_printed(start, script):
 
 def test_progress_bars_and_unended_lines(start):
     program = r"import sys; sys.stdout.write('\r 10%\r 20%\r\n'); sys.stdout.write('end')"
-    run = start("-np", "1", PYTHON, "-c", program)
-    out, _ = run.process.communicate(timeout=20)
-    # The pipe is read as text here, which makes every line end a newline.
-    assert out == "[0] \n[0]  10%\n[0]  20%\n[0] end\n"
+    out = start("-np", "1", PYTHON, "-c", program).finish()[1]
+    assert out == "[0] \r[0]  10%\r[0]  20%\r\n[0] end\n"
 
 
 def test_only_rank_zero_reads_the_input(start):
@@ -126,14 +124,19 @@ def test_a_rank_may_end_before_the_others(start):
         ("kill -11 $$", 139, "rank 1 was killed by SIGSEGV"),
     ],
 )
-def test_first_failure_is_the_exit_code(start, end, code, said):
+def test_failure_is_the_exit_code(start, end, code, said):
+    run = start("-np", "2", "sh", "-c", f"test $OVERLAP_RANK = 0 || {end}")
+    assert run.finish() == (code, "", f"overlap run: {said}\n")
+
+
+def test_ranks_that_do_not_learn_of_a_failure_are_ended(start):
     # Rank 0 ends at SIGTERM, with a code of its own, only because rank 1 has failed.
-    program = f"test $OVERLAP_RANK = 1 && {end}; trap 'exit 5' TERM; sleep 100 & wait"
+    program = "test $OVERLAP_RANK = 1 && exit 3; trap 'exit 5' TERM; sleep 100 & wait"
     began = time.monotonic()
-    got, out, err = start("-np", "2", "sh", "-c", program).finish()
-    assert (got, out) == (code, "")
+    code, out, err = start("-np", "2", "sh", "-c", program).finish()
+    assert (code, out) == (3, "")
     assert err.splitlines() == [
-        f"overlap run: {said}",
+        "overlap run: rank 1 exited with code 3",
         "overlap run: rank 0 did not stop by itself, and was ended",
     ]
     assert 4.5 < time.monotonic() - began < 8
@@ -153,7 +156,7 @@ def test_output_that_nobody_reads_ends_the_job(start):
     run.line()
     run.process.stdout.close()
     assert run.process.wait(timeout=10) == 128 + signal.SIGPIPE
-    assert run.process.stderr.read() == ""
+    assert run.process.stderr.read() == b""
 
 
 def test_version_and_help_are_fast_and_plain():
