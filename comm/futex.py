@@ -23,7 +23,7 @@ _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x"
 _FUTEX = _NUMBERS.get(platform.machine(), 0)
 _WAIT, _WAKE, _EVERYONE = 0, 1, 0x7FFFFFFF
 
-AVAILABLE = bool(_FUTEX) and hasattr(os, "memfd_create")
+AVAILABLE = bool(_FUTEX) and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
 
 # Gives the core to any other thread that wants it, and lets go of the GIL meanwhile.
 yield_core = _libc.sched_yield

@@ -41,6 +41,11 @@ _OTHER_LAUNCHERS = {
 }
 
 
+# Any of the first means overlap's launcher; all of the second mean torchrun, whose WORLD_SIZE may be lost.
+_OVERLAP_VARIABLES = ("OVERLAP_RANK", "OVERLAP_SIZE", "OVERLAP_LOCAL_RANK", "OVERLAP_LOCAL_SIZE")
+_TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+
+
 def discover(environ: Mapping[str, str] = os.environ) -> World:
     """Find the world from `environ`: overlap's own launcher, torchrun, or none of them.
 
@@ -51,7 +56,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> World:
     >>> discover({}).size
     1
     """
-    if "OVERLAP_SIZE" in environ:
+    if any(name in environ for name in _OVERLAP_VARIABLES):
         world = World(
             rank=_integer(environ, "OVERLAP_RANK"),
             size=_integer(environ, "OVERLAP_SIZE"),
@@ -60,7 +65,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> World:
             address=f"overlap-{_text(environ, 'OVERLAP_JOB')}",
             source="overlap",
         )
-    elif "LOCAL_RANK" in environ and "WORLD_SIZE" in environ:
+    elif _says_several(environ, "WORLD_SIZE") or environ.keys() >= _TORCHRUN_VARIABLES:
         size, local_size = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE")
         # torchrun's run id is "none" for every job; the agent's pid and port tell two jobs apart.
         world = World(
@@ -68,16 +73,16 @@ def discover(environ: Mapping[str, str] = os.environ) -> World:
             size=size,
             local_rank=_integer(environ, "LOCAL_RANK"),
             local_size=local_size,
-            cross_rank=_integer(environ, "RANK") // local_size,
-            cross_size=-(-size // local_size),
+            cross_rank=_integer(environ, "RANK") // max(local_size, 1),
+            cross_size=-(-size // max(local_size, 1)),
             address=f"overlap-torchrun-{_text(environ, 'MASTER_ADDR')}-{_text(environ, 'MASTER_PORT')}"
             f"-{os.getppid()}",
             source="torchrun",
         )
     else:
         for variable, launcher in _OTHER_LAUNCHERS.items():
-            count = environ.get(variable, "")
-            if count.isdigit() and int(count) > 1:
+            if _says_several(environ, variable):
+                count = environ[variable]
                 raise StartError(
                     f"{variable}={count} says that {launcher} started this process as one of {count}, but "
                     f"this version of overlap has no MPI backend: it would train {count} separate models. "
@@ -85,6 +90,11 @@ def discover(environ: Mapping[str, str] = os.environ) -> World:
                 )
         return World()
     return _checked(world)
+
+
+def _says_several(environ: Mapping[str, str], variable: str) -> bool:
+    count = environ.get(variable, "")
+    return count.isdigit() and int(count) > 1
 
 
 def _checked(world: World) -> World:

@@ -43,11 +43,9 @@ def init() -> None:
 
 
 def _connect(world: World, generation: int, settings: Settings) -> Engine:
-    from overlap.comm.backends.shm import ShmCommunicator
-    from overlap.comm.rendezvous import meet
+    from overlap.comm.backends import connect
 
-    links = meet(world, generation, settings.start_timeout_s)
-    return Engine(world, ShmCommunicator.start(links, world.rank, settings.spin_us / 1e6))
+    return Engine(world, connect(world, generation, settings.start_timeout_s, settings.spin_us / 1e6))
 
 
 def shutdown() -> None:

@@ -225,6 +225,11 @@ class InprocCommunicator(DirectCommunicator):
             communicator.close()
 
 
+def alone() -> Communicator:
+    """The communicator of a world of one."""
+    return InprocCommunicator(Meeting([0]), 0)
+
+
 def run_threads(
     size: int,
     work: Callable[[Communicator], Any],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from overlap.comm.backends.inproc import run_threads
 from overlap.comm.engine import Channel, Engine
 from overlap.comm.errors import CommError, PeerLost
-from overlap.comm.shared_memory import Segment
 from overlap.comm.span import Span
 from overlap.comm.world import World
 
@@ -101,23 +99,38 @@ def test_engine_closes_its_channels():
     run_threads(2, work)
 
 
-def test_forked_child_writes_to_memory_of_its_own():
-    segment = Segment.create(8192)
-    segment.bytes[:] = 1
-    child = os.fork()
-    if child == 0:
-        segment.bytes[:] = 4
-        os._exit(int(segment.bytes[5000]))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
-    assert segment.bytes.max() == 1
+def test_what_follows_a_fatal_error_is_not_run_and_has_the_same_error():
+    def work(communicator):
+        channel, ran = Channel(communicator, "test"), []
+
+        def fail(_):
+            raise RuntimeError("broken")
+
+        handles = [channel.submit(fail, "one"), channel.submit(ran.append, "two")]
+        errors = []
+        for handle in handles:
+            with pytest.raises(RuntimeError, match="broken") as caught:
+                handle.wait(20)
+            errors.append(caught.value)
+            assert handle.done()
+        assert errors[0] is errors[1]
+        channel.close()
+        return ran
+
+    assert run_threads(1, work) == [[]]
 
 
-def test_memory_lives_as_long_as_its_last_array():
-    segment = Segment.create(8192)
-    descriptor, part = segment.descriptor, segment.bytes[4096:]
-    del segment
-    part[:] = 7
-    os.fstat(descriptor)
-    del part
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+def test_peer_names_who_was_lost():
+    def work(communicator):
+        channel = Channel(communicator, "test")
+
+        def fail(_):
+            raise RuntimeError("broken")
+
+        handle = channel.submit(fail if communicator.rank else lambda c: c.barrier(), "a step")
+        with pytest.raises(RuntimeError) as caught:
+            handle.wait(20)
+        channel.close()
+        return caught.value.rank if isinstance(caught.value, PeerLost) else None
+
+    assert run_threads(2, work) == [1, None]

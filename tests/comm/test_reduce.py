@@ -92,3 +92,19 @@ def test_other_types():
 def test_what_has_no_meaning(op, dtype, divisor):
     with pytest.raises(ValueError, match=r"not defined|divisor"):
         check_reducible(op, dtype, divisor)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@pytest.mark.parametrize("count", [1, 2, 3, 65_535, 65_536, 131_075])
+def test_a_half_can_start_anywhere_and_have_any_neighbour(kernel, dtype, count):
+    rng = np.random.default_rng(count)
+    rows = [rng.standard_normal(count + 1) * 2.0 ** rng.integers(-12, 12, count + 1) for _ in range(3)]
+    arrays = [halves(row, dtype)[start:] for row, start in zip(rows, (0, 1, 1), strict=True)]
+    arrays = [array[:count] for array in arrays]
+    kind = ml_dtypes.bfloat16 if dtype is DType.BFLOAT16 else np.float16
+    total = np.zeros(count, np.float32)
+    for array in arrays:
+        total += array.view(kind).astype(np.float32)
+    reduce.reduce_into(arrays, arrays, Op.AVERAGE, dtype, 3)
+    assert all(array.tobytes() == arrays[0].tobytes() for array in arrays)
+    assert arrays[0].tobytes() == (total / np.float32(3)).astype(kind).tobytes()

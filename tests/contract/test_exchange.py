@@ -298,3 +298,56 @@ def test_dead_process_is_named(start_ranks: Any, end: str) -> None:
     ranks = start_ranks(3)
     ranks.start(work)
     assert ranks.results([0, 2], timeout_s=30) == ["1 was killed or ended without a word"] * 2
+
+
+def check_pair_mismatch(comm: Communicator) -> str:
+    long, short = Span.wrap(np.ones(5, np.int8)), Span.wrap(np.zeros(3, np.int8))
+    with pytest.raises(MismatchError) as caught:
+        comm.send(long, 1) if comm.rank == 0 else comm.recv(short, 0)
+    with pytest.raises(ValueError, match="can send to itself only while it receives from itself"):
+        comm.send(long, comm.rank)
+    comm.sendrecv(long, 1 - comm.rank, long, 1 - comm.rank)
+    return str(caught.value)
+
+
+def test_pairs_that_disagree_are_told_on_both_ends(backend: Any) -> None:
+    first, second = backend.run(2, check_pair_mismatch)
+    assert first == second
+    assert first.startswith("rank 0 sends 5 bytes, but rank 1 receives 3")
+
+
+def check_other_buffers(comm: Communicator) -> list[int]:
+    """A buffer of all ranks, in a group of two."""
+    span = comm.allocate(64).span(DType.INT64, 2)
+    span.array[:] = 1 << comm.rank
+    group = comm.split(comm.rank // 2)
+    assert group is not None
+    group.allreduce(span)
+    comm.barrier()
+    group.close()
+    result: list[int] = span.array.tolist()
+    return result
+
+
+def test_a_buffer_of_another_communicator_is_memory_like_any(backend: Any) -> None:
+    assert backend.run(4, check_other_buffers) == [[3, 3], [3, 3], [12, 12], [12, 12]]
+
+
+def check_raise(comm: Communicator) -> str:
+    group = comm.split(0)
+    assert group is not None
+    group.barrier()
+    if comm.rank == 1:
+        raise ValueError("bad sample")
+    with pytest.raises(PeerLost) as caught:
+        group.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_raises_ends_all_its_groups() -> None:
+    from overlap.comm.backends.inproc import run_threads
+
+    told: list[str] = []
+    with pytest.raises(ValueError, match="bad sample"):
+        run_threads(3, lambda comm: told.append(check_raise(comm)))
+    assert told == ["rank 1 raised ValueError: bad sample, while this rank was in barrier"] * 2
