@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from overlap.comm.backends.base import Communicator
-from overlap.comm.errors import CommError, MismatchError, PeerLost
+from overlap.comm.errors import CommError, MismatchError, account_of
 from overlap.comm.handle import Handle
 from overlap.comm.world import World
 
@@ -79,9 +79,7 @@ class Channel:
 
     def _break(self, error: BaseException) -> None:
         self._broken = error
-        culprit = error.rank if isinstance(error, PeerLost) else None
-        reason = error.reason if isinstance(error, PeerLost) else f"raised {type(error).__name__}: {error}"
-        self._communicator.abort(reason, culprit)
+        self._communicator.abort(*account_of(error))
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         self._communicator.abort(reason, culprit)

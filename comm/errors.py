@@ -45,6 +45,20 @@ class BackwardAborted(CommError):
         return type(self), (self.rank,)
 
 
+def account_of(error: BaseException) -> tuple[str, int | None]:
+    """What a rank that ends with `error` tells its peers, as `Communicator.abort` takes it.
+
+    Returns the reason, in one line, and the culprit: the rank that `error` blames, None for this one.
+
+    >>> account_of(ValueError("bad sample"))
+    ('raised ValueError: bad sample', None)
+    """
+    if isinstance(error, PeerLost):
+        return error.reason, error.rank
+    first_line = str(error).partition("\n")[0]
+    return f"raised {type(error).__name__}: {first_line}".rstrip(": "), None
+
+
 # Errors that tell of another rank's failure: a job's cause is sought elsewhere.
 CONSEQUENCES = (PeerLost, BackwardAborted)
 

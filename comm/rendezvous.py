@@ -100,7 +100,7 @@ def _receive(link: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:
 
 
 def meet(world: World, generation: int, timeout_s: float) -> Links:
-    """Find the other ranks of `world` on this host.
+    """Find the other ranks of `world`, one at least, on this host.
 
     Args:
         generation: how often this process has met before (init, shutdown, init, ...).
@@ -110,8 +110,6 @@ def meet(world: World, generation: int, timeout_s: float) -> Links:
         StartError: not all ranks came in time; names the ranks that are missing.
     """
     name = f"\0{world.address}-{generation}"
-    if world.size == 1:
-        return Links({}, [0], Processes([os.pidfd_open(os.getpid())], 0))
     deadline = time.monotonic() + timeout_s
     if world.local_rank == 0:
         return _gather(world, name, deadline, timeout_s)

@@ -48,13 +48,18 @@ class Segment:
     @classmethod
     def create(cls, nbytes: int) -> Segment:
         """New zeroed memory; pages are taken when they are first touched."""
-        descriptor = os.memfd_create("overlap", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return cls(descriptor, nbytes)
+        return cls(create_file(nbytes), nbytes)
+
+
+def create_file(nbytes: int) -> int:
+    """The descriptor of a new anonymous file, for a Segment of `nbytes` in this process or another."""
+    descriptor = os.memfd_create("overlap", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _forget(descriptor: int) -> None:

@@ -8,7 +8,7 @@ import sys
 from types import TracebackType
 
 from overlap.comm.engine import Engine
-from overlap.comm.errors import PeerLost
+from overlap.comm.errors import account_of
 from overlap.comm.world import World, discover
 
 from .config import Settings
@@ -120,13 +120,8 @@ def cross_size() -> int:
 
 def abort(error: BaseException) -> None:
     """Tell the other ranks that this one fails with `error`, so that they raise PeerLost at once."""
-    if _engine is None or os.getpid() != _owner:
-        return
-    if isinstance(error, PeerLost):
-        _engine.abort(error.reason, error.rank)
-    else:
-        first_line = str(error).partition("\n")[0]
-        _engine.abort(f"raised {type(error).__name__}: {first_line}".rstrip(": "))
+    if _engine is not None and os.getpid() == _owner:
+        _engine.abort(*account_of(error))
 
 
 def _install_excepthook() -> None:

@@ -18,7 +18,7 @@ from overlap.comm.backends.direct import (
     check_equal,
     other_length,
 )
-from overlap.comm.errors import CommError, MismatchError, PeerLost
+from overlap.comm.errors import CommError, MismatchError, PeerLost, account_of
 from overlap.comm.span import Buffer, Span
 
 
@@ -218,10 +218,8 @@ class InprocCommunicator(DirectCommunicator):
     def end(self, error: BaseException | None) -> None:
         """End this thread's part in all its communicators, as a process's end would."""
         for communicator in self._family:
-            if isinstance(error, PeerLost):
-                communicator.abort(error.reason, error.rank)
-            elif error is not None:
-                communicator.abort(f"raised {type(error).__name__}: {error}")
+            if error is not None:
+                communicator.abort(*account_of(error))
             communicator.close()
 
 

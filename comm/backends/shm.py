@@ -38,7 +38,7 @@ from overlap.comm.backends.direct import (
 )
 from overlap.comm.errors import CommError, MismatchError, PeerLost
 from overlap.comm.rendezvous import Links
-from overlap.comm.shared_memory import Segment
+from overlap.comm.shared_memory import Segment, create_file
 from overlap.comm.span import Buffer, Span
 
 _LIVE, _ENDED, _FAILED = 0, 1, 2
@@ -386,8 +386,7 @@ def _make_groups(links: Links, groups: dict[int, list[int]]) -> dict[int, list[i
     own: dict[int, list[int]] = {}
     for group in groups.values():
         size = len(group)
-        segment = os.memfd_create("overlap", os.MFD_CLOEXEC)
-        os.ftruncate(segment, size * _Region.nbytes(size))
+        segment = create_file(size * _Region.nbytes(size))
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in group[1:]]
         packets = [[segment] + [pair[0].fileno() for pair in pairs]]
         packets += [[segment, pair[1].fileno()] for pair in pairs]

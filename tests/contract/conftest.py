@@ -37,6 +37,7 @@ def in_world(work: Callable[..., Any], *args: Any) -> Any:
     import overlap
     from overlap import runtime
     from overlap.comm import reduce
+    from overlap.comm.errors import account_of
 
     overlap.init()
     # Torch's import in seven processes would take longer than all they do: here numpy's kernels are tested.
@@ -46,7 +47,7 @@ def in_world(work: Callable[..., Any], *args: Any) -> Any:
     try:
         return work(communicator, *args)
     except BaseException as error:
-        communicator.abort(f"raised {type(error).__name__}: {error}")
+        communicator.abort(*account_of(error))
         raise
     finally:
         communicator.close()
