@@ -10,6 +10,7 @@ join later (unfrozen, or used for the first time) join the plan in the same way.
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ class Attached:
         self._filling = Buckets([])
         self._digest = 0
         self._round = 0
+        # A forked child (a data-loader worker) has hooks but no engine thread: its backwards are local.
+        self._process = os.getpid()
         self._paused = 0  # depth of no_sync blocks
         self._open = False  # a backward has made gradients, and its end has not come
         self._order: list[int] = []  # in which gradients came that are in no bucket
@@ -106,7 +109,7 @@ class Attached:
     # -- what hooks call ---------------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        if self._paused:
+        if self._paused or os.getpid() != self._process:
             return False
         self._settle()  # an aborted round may still be in flight
         hooks.EndOfBackward(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import os
 import pickle
 
 import pytest
@@ -559,6 +560,27 @@ def test_two_models_at_once(ranks):
         return generator.weight.grad.item(), critic.weight.grad.item()
 
     assert ranks(2).run(work) == [(4.5, 3.0)] * 2
+
+
+def test_backward_in_a_forked_child_is_local(ranks):
+    def work():
+        overlap.init()
+        layer = scalar()
+        overlap.attach(layer)
+        x = torch.tensor([overlap.rank() + 1.0])
+        layer(x).sum().backward()
+        child = os.fork()
+        if child == 0:
+            layer.zero_grad()
+            layer(x).sum().backward()
+            os._exit(int(layer.weight.grad.item() * 10))
+        local = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) / 10
+        parents = layer.weight.grad.item()
+        layer.zero_grad()
+        layer(x).sum().backward()
+        return local, parents, layer.weight.grad.item()
+
+    assert ranks(2).run(work, timeout_s=60) == [(1.0, 1.5, 1.5), (2.0, 1.5, 1.5)]
 
 
 def test_detach_and_attach_again(ranks):
