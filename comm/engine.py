@@ -23,6 +23,7 @@ _Item: TypeAlias = "tuple[Callable[[Communicator], object], str, int, Handle[Any
 # Errors after which every rank is still at the same place: the channel goes on.
 _HARMLESS = (MismatchError, ValueError, TypeError)
 _JOIN_S = 2.0
+_ENDED = "ended without an error"
 
 
 class Channel:
@@ -30,7 +31,12 @@ class Channel:
 
     Guarantees: work runs in the order of `submit`; a handle is always finished, with a result or an error.
     Assumes: `submit` is called in the same order on every rank.
+
+    Attributes:
+        last_words: tells peers that still need this rank how far it came, where it ends without an error.
     """
+
+    last_words: Callable[[], str] | None = None
 
     def __init__(self, communicator: Communicator, name: str) -> None:
         self.name = name
@@ -88,13 +94,15 @@ class Channel:
         """Run `work` on the channel's thread, in order with the rest, and wait for it."""
         return self.submit(work, "set-up").wait()
 
-    def close(self, reason: str = "ended without an error") -> None:
+    def close(self, reason: str = _ENDED) -> None:
         """Finish what is queued if peers allow, leave the group and end the thread."""
         if self._closed:
             return
         self._closed = True
         self._queue.put(None)
         self._thread.join(_JOIN_S if self._broken is None else 0)
+        if reason == _ENDED and self.last_words is not None:
+            reason = self.last_words()
         self._communicator.close(reason)
         self._thread.join(_JOIN_S)
 
@@ -140,7 +148,7 @@ class Engine:
         for channel in channels:
             channel.abort(reason, culprit)
 
-    def close(self, reason: str = "ended without an error") -> None:
+    def close(self, reason: str = _ENDED) -> None:
         """End all channels and leave the job. Idempotent."""
         self._closed = True
         with self._lock:

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from overlap.frameworks.torch.attached import Attached
 
 
-def attach(model: torch.nn.Module, *, bucket_mb: float | None = None) -> Attached:
+def attach(
+    model: torch.nn.Module,
+    *,
+    bucket_mb: float | None = None,
+    backward_passes_per_step: int = 1,
+    check_every: int = 0,
+) -> Attached:
     """Average the gradients of `model` over all ranks, from now on, behind its backward passes.
 
     Parameters and buffers become those of rank 0. When `loss.backward()` returns, `p.grad` of every parameter
@@ -27,6 +33,10 @@ def attach(model: torch.nn.Module, *, bucket_mb: float | None = None) -> Attache
         model: on the CPU, with the same parameters on every rank.
         bucket_mb: largest bucket in MB (1e6 bytes), OVERLAP_BUCKET_MB or 4 unless given: smaller ones start
             earlier, larger ones cost less.
+        backward_passes_per_step: how many backwards one average is of: the gradients of all but the last
+            accumulate locally, as within `no_sync`.
+        check_every: run `check_replicas` with the model and the optimizer before every so many steps of it; 0
+            is never.
 
     Raises:
         TypeError, ValueError: this model can't be attached; says why, before anything is sent.
@@ -40,7 +50,15 @@ def attach(model: torch.nn.Module, *, bucket_mb: float | None = None) -> Attache
     limit = settings.bucket_mb if bucket_mb is None else bucket_mb
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < float("inf"):
         raise ValueError(f"bucket_mb must be a positive number of megabytes, not {bucket_mb!r}")
+    _check_count("backward_passes_per_step", backward_passes_per_step, 1)
+    _check_count("check_every", check_every, 0)
     from overlap.frameworks.torch.attach import attach as attach_torch
 
     runtime.init()
-    return attach_torch(runtime.engine(), model, limit, min(limit, settings.edge_bucket_mb))
+    edge = min(limit, settings.edge_bucket_mb)
+    return attach_torch(runtime.engine(), model, limit, edge, backward_passes_per_step, check_every)
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")

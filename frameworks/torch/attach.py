@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from overlap.comm.engine import Engine
@@ -17,19 +22,61 @@ from .tensors import dtype_of
 _owners: Any = WeakTensorKeyDictionary()
 
 
-def attach(engine: Engine, model: torch.nn.Module, bucket_mb: float, edge_bucket_mb: float) -> Attached:
+def attach(
+    engine: Engine,
+    model: torch.nn.Module,
+    bucket_mb: float,
+    edge_bucket_mb: float,
+    passes: int,
+    check_every: int,
+) -> Attached:
     """See `overlap.attach`."""
     _check(model)
-    options = {"bucket_mb": bucket_mb, "edge_bucket_mb": edge_bucket_mb}
+    options = {
+        "bucket_mb": bucket_mb,
+        "edge_bucket_mb": edge_bucket_mb,
+        "backward_passes_per_step": passes,
+        "check_every": check_every,
+    }
     check_same_model(model, options, engine.communicator)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model has no parameter that requires a gradient: there is nothing to average")
     broadcast_state(model, engine.communicator)
-    named = list(model.named_parameters())
-    attached = Attached(engine, named, int(bucket_mb * 1e6), int(edge_bucket_mb * 1e6))
-    for _, parameter in named:
+    attached = Attached(engine, model, int(bucket_mb * 1e6), int(edge_bucket_mb * 1e6), passes, check_every)
+    for parameter in model.parameters():
         _owners[parameter] = attached
+    _watch_registrations()
     return attached
+
+
+@cache
+def _watch_registrations() -> None:
+    """Once a process: a parameter that takes an attached one's place has no hook, so that ranks would drift."""
+    register_module_parameter_registration_hook(_refuse_parameter)
+    register_module_module_registration_hook(_refuse_module)
+
+
+def _refuse_parameter(module: torch.nn.Module, name: str, new: torch.nn.Parameter | None) -> None:
+    old = module._parameters.get(name)
+    if old is not None and old is not new:
+        _refuse(module, name, [old])
+
+
+def _refuse_module(module: torch.nn.Module, name: str, new: torch.nn.Module | None) -> None:
+    old = module._modules.get(name)
+    if old is not None and old is not new:
+        kept = set() if new is None else {id(parameter) for parameter in new.parameters()}
+        _refuse(module, name, [each for each in old.parameters() if id(each) not in kept])
+
+
+def _refuse(module: torch.nn.Module, name: str, replaced: list[torch.nn.Parameter]) -> None:
+    for parameter in replaced:
+        owner = _owners.get(parameter)
+        if owner is not None and not owner.detached and owner.has(module):
+            raise ValueError(
+                f"{owner.name_of(parameter)!r} of an attached model can't be replaced (by setting {name!r}): "
+                "call detach() of what overlap.attach returned before, and overlap.attach(model) afterwards"
+            )
 
 
 def _check(model: torch.nn.Module) -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,19 +25,25 @@ import torch
 from overlap.comm.backends.base import Communicator
 from overlap.comm.bucket import Buckets, State
 from overlap.comm.dtype import Op
-from overlap.comm.engine import Engine
+from overlap.comm.errors import BackwardAborted
+from overlap.comm.engine import Channel, Engine
 from overlap.comm.handle import Handle
 from overlap.comm.plan import Parameter, Plan, make_plan
 from overlap.comm.span import Span
 from overlap.comm.stats import Recorder, Stats
 
-from . import hooks
+from . import hooks, steps
+from .check import check_replicas
 from .record import Record, check_records
+from .replicas import broadcast_state, broadcast_tensors
 from .slots import UNPLANNED, BucketSlots, Slot
 from .tensors import bytes_of, dtype_of
+from .turn import Next, Turn, check_weights, divisor_of, mean_loss
+from .weights import Weights, scaled
 
 # The bucket number in the tags of what is no bucket.
 _NO_BUCKET = 0xFFFF
+_numbers = count()
 
 
 class Attached:
@@ -43,17 +51,27 @@ class Attached:
 
     Args:
         engine: of this process.
-        named: the parameters, by name, each once.
+        model: what was attached.
         bucket_bytes, edge_bytes: see `make_plan`.
+        passes: how many backwards an average is of: all but the last of them are local.
+        check_every: compare replicas before every so many steps; 0 for never.
+
+    Attributes:
+        number: counts what was attached in this process.
+        detached: `detach` was called.
     """
 
     def __init__(
         self,
         engine: Engine,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
+        model: torch.nn.Module,
         bucket_bytes: int,
         edge_bytes: int,
+        passes: int = 1,
+        check_every: int = 0,
     ) -> None:
+        named = list(model.named_parameters())
+        self.number = next(_numbers)
         self.idle = True
         self.touched, self._late = bytearray(len(named)), bytearray(len(named))
         self._engine = engine
@@ -61,6 +79,7 @@ class Attached:
         self._parameters = [Parameter(name, p.numel(), dtype_of(name, p)) for name, p in named]
         self._slots = [Slot(index, name, p) for index, (name, p) in enumerate(named)]
         self._tensors = [p for _, p in named]
+        self._ids = {id(p) for p in self._tensors}
         self._buckets: list[BucketSlots] = []
         self._filling = Buckets([])
         self._digest = 0
@@ -73,8 +92,25 @@ class Attached:
         self._flying: list[Handle[None]] = []
         self._recorder = Recorder()
         self.detached = False
-        self._channel = engine.open_channel("gradients") if engine.world.size > 1 else None
-        self._hooks = [hooks.register(slot, self) for slot in self._slots] if self._channel else []
+        self._model, self._check_every, self._steps = model, check_every, 0
+        self._warned = False
+        self._opening: Handle[list[Turn]] | None = None  # of the open round
+        self._divisor: float | None = None  # of the round's average; the engine's thread sets and reads it
+        self._weight: float | None = None
+        self._weights: Weights | None = None
+        self._weight_sum = 0.0  # of the backwards since the last average
+        self._passes, self._local_passes = passes, 0
+        self._local_open = False  # a local backward has made gradients
+        self._channel: Channel | None = None
+        self._hooks: list[Any] = []
+        if engine.world.size > 1:
+            self._take_part()
+
+    def _take_part(self) -> None:
+        self._channel = self._engine.open_channel("gradients")
+        self._channel.last_words = self._last_words
+        self._hooks = [hooks.register(slot, self) for slot in self._slots]
+        steps.register(self)
 
     # -- what users call ---------------------------------------------------------------------------------
 
@@ -89,6 +125,54 @@ class Attached:
             self._paused -= 1
             self._set_idle()
 
+    @property
+    def weight(self) -> float | None:
+        """How much this rank counts in the averages of the backwards that follow: its samples, or tokens.
+
+        Set it before each backward, on every rank; zero is allowed, and makes this rank's gradients zeros.
+        Then a mean of means becomes the mean: the average is the sum of weight times gradient, over the ranks
+        and over the `no_sync` backwards before, divided by the sum of weights. None: all count alike.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        if weight is not None:
+            weight = float(weight)
+            if not 0 <= weight < float("inf"):
+                raise ValueError(f"weight must be a number of at least 0, not {weight!r}")
+            if self.detached:
+                raise ValueError("weight can't be set: this model was detached")
+            if self._channel is None:  # a world of one, whose micro-batches have weights too
+                self._take_part()
+            if self._weights is None:
+                self._weights = Weights(self._slots, self._is_fresh, lambda: self._weight)
+            self._weights.register()
+        self._weight = weight
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a training loop whose number of steps may differ between ranks. Collective.
+
+        A rank that has left the loop takes part in what the others average, with zeros, until all have left;
+        then every rank gets the parameters and buffers of the one that made the most steps (the last of
+        them). Optimizer states are each rank's own. `grad` is None afterwards.
+        """
+        yield
+        if self._channel is not None and not self.detached:
+            self._join_others()
+
+    def sync_buffers(self) -> None:
+        """Copy rank 0's buffers (running statistics of batch norm) to every rank, in place. Collective.
+
+        Otherwise buffers are each rank's own after `attach`: nothing is written between a forward and its
+        backward.
+        """
+        if self._channel is not None:
+            self._submit(
+                lambda communicator: broadcast_tensors(self._model.buffers(), communicator, 0), "sync_buffers"
+            ).wait()
+
     def stats(self) -> Stats:
         """What rounds have cost so far; zeros in a world of one, which sends nothing."""
         return self._recorder.stats()
@@ -96,6 +180,9 @@ class Attached:
     def detach(self) -> None:
         """Remove the hooks: backwards are local from now on. Gradients stay as they are. Idempotent."""
         self.detached = True
+        steps.unregister(self)
+        if self._weights is not None:
+            self._weights.remove()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -109,14 +196,36 @@ class Attached:
     # -- what hooks call ---------------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        if self._paused or os.getpid() != self._process:
+        if os.getpid() != self._process:
+            return False
+        if self._paused or self._local_open or self._local_passes + 1 < self._passes:
+            self._begin_local()
             return False
         self._settle()  # an aborted round may still be in flight
         hooks.EndOfBackward(self)
+        self._add_weight()
+        self._opening = self._take_turn(Next.ROUND)
+        self._open_round()
+        return True
+
+    def _begin_local(self) -> None:
+        """A backward that averages nothing: it counts once."""
+        if not self._local_open and (self._weight is not None or self._passes > 1):
+            self._local_open = True
+            self._add_weight()
+            hooks.EndOfBackward(_LocalBackward(self))
+
+    def end_local(self) -> None:
+        self._local_open = False
+        self._local_passes += 0 if self._paused else 1
+
+    def _add_weight(self) -> None:
+        self._weight_sum += self._weight or 0.0
+
+    def _open_round(self) -> None:
         self._open = True
         self._set_idle()
         self._round += 1
-        return True
 
     def unexpected(self, slot: Slot) -> None:
         if slot.expected == UNPLANNED:
@@ -140,6 +249,8 @@ class Attached:
             self._fill_rest()
             records = self._exchange(aborted=False).wait()
             sent = self._settle()
+            if self._opening is not None:
+                check_weights(self._opening.wait())
             check_records(records, self._slots)
             touched = np.any([record.touched for record in records], axis=0)
             self._average_late(np.any([record.late for record in records], axis=0))
@@ -157,14 +268,96 @@ class Attached:
             self._flying.append(self._exchange(aborted=True))
             self._reset()
 
+    # -- turns -------------------------------------------------------------------------------------------
+
+    def has(self, module: torch.nn.Module) -> bool:
+        return any(module is own for own in self._model.modules())
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return next(slot.name for slot in self._slots if slot.parameter is parameter)
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._ids
+
+    def before_step(self, optimizer: Any, loss: float | None) -> float | None:
+        """Run empty rounds until no rank is in a backward any more."""
+        if os.getpid() != self._process or self._open:
+            return loss
+        turns = self._run_rounds_of_others(Next.STEP, loss)
+        self._warn_of_local_gradients()
+        self._steps += 1
+        if self._check_every and self._steps % self._check_every == 0:
+            self._submit(
+                lambda communicator: check_replicas(communicator, self._model, optimizer, None), "check_every"
+            ).wait()
+        return None if loss is None else mean_loss(turns)
+
+    def _run_rounds_of_others(self, what: Next, loss: float | None = None) -> list[Turn]:
+        while True:
+            turns = self._take_turn(what, loss).wait()
+            if all(turn.what is not Next.ROUND for turn in turns):
+                return turns
+            self._open_round()
+            self.end()
+
+    def _join_others(self) -> None:
+        while True:
+            for parameter in self._tensors:
+                parameter.grad = None
+            self._weight_sum = 0.0
+            try:
+                turns = self._run_rounds_of_others(Next.JOIN)
+            except BackwardAborted:  # that rank's own affair; it may go on
+                continue
+            if all(turn.what is Next.JOIN for turn in turns):
+                break
+        made = [turn.steps for turn in turns]
+        last = max(range(len(made)), key=lambda rank: (made[rank], rank))
+        if min(made) < made[last]:
+            self._submit(
+                lambda communicator: broadcast_state(self._model, communicator, last), "the end of join"
+            ).wait()
+            self._steps = made[last]
+
+    def _take_turn(self, what: Next, loss: float | None = None) -> Handle[list[Turn]]:
+        weighted = self._weight is not None or self._weight_sum > 0
+        turn = Turn(what, self._weight_sum if weighted else None, loss, self._steps)
+
+        def work(communicator: Communicator) -> list[Turn]:
+            turns = turn.exchange(communicator)
+            self._divisor = divisor_of(turns)
+            return turns
+
+        doing = {Next.ROUND: "the start of a backward", Next.STEP: "optimizer.step()", Next.JOIN: "join"}
+        return self._submit(work, doing[what])
+
+    def _warn_of_local_gradients(self) -> None:
+        if 1 in self.touched and not self._warned:
+            self._warned = True
+            name = self._slots[self.touched.index(1)].name
+            warnings.warn(
+                f"the optimizer steps on gradients that were never averaged ({name!r} and others): ranks drift "
+                "apart. Run the last backward before a step outside of no_sync",
+                stacklevel=2,
+            )
+
+    def _is_fresh(self, slot: Slot) -> bool:
+        return not self.touched[slot.index]
+
+    def _last_words(self) -> str:
+        return (
+            f"ended after {self._steps} steps (give every rank as many batches, as overlap.shard does, or put "
+            "the loop into attached.join())"
+        )
+
+    # -- a round -----------------------------------------------------------------------------------------
+
     def _close(self) -> None:
         self._open = False
         self._set_idle()
 
     def _set_idle(self) -> None:
         self.idle = self._paused > 0 or not self._open
-
-    # -- a round -----------------------------------------------------------------------------------------
 
     def _submit(
         self, work: Callable[[Communicator], Any], doing: str, bucket: int = _NO_BUCKET
@@ -175,7 +368,7 @@ class Attached:
     def _send(self, bucket: int) -> None:
         slots = self._buckets[bucket]
         slots.gather()
-        work = partial(_average, slots.span)
+        work = partial(self._average, slots.span)
         self._flying.append(self._submit(work, f"allreduce of bucket {bucket} ({slots.name})", bucket))
 
     def _fill_rest(self) -> None:
@@ -186,10 +379,19 @@ class Attached:
                 if slot.left > 0:
                     if not self.touched[slot.index]:
                         kept.append((slot.parameter, slot.parameter.grad))
+                        self._weigh_kept(slot.parameter)
                     self.ready(slot)
         # They contribute what their `grad` holds, and keep it should no other rank have touched them.
         for parameter, grad in kept:
             parameter.grad = grad
+
+    def _weigh_kept(self, parameter: torch.nn.Parameter) -> None:
+        if self._weight is not None and parameter.grad is not None:
+            parameter.grad = scaled(parameter.grad, self._weight_sum)
+
+    def _average(self, span: Span, communicator: Communicator) -> None:
+        """On the engine's thread, after the round's opening."""
+        communicator.allreduce(span, Op.AVERAGE, self._divisor)
 
     def _exchange(self, aborted: bool) -> Handle[Any]:
         trainable = bytes([parameter.requires_grad for parameter in self._tensors])
@@ -213,7 +415,7 @@ class Attached:
                 rest.copy_(slot.parameter.grad.detach())
             dtype = self._parameters[slot.index].dtype
             span = Span.wrap(bytes_of(rest).view(dtype.storage), dtype)
-            self._submit(partial(_average, span), f"allreduce of what came late of {slot.name}").wait()
+            self._submit(partial(self._average, span), f"allreduce of what came late of {slot.name}").wait()
             slot.slice.add_(rest)
 
     def _deliver(self, touched: np.ndarray) -> None:
@@ -232,6 +434,9 @@ class Attached:
             if slot.left != slot.expected:
                 slot.end_round()
         self.touched[:] = self._late[:] = bytes(len(self._slots))
+        self._weight_sum = 0.0
+        self._local_passes = 0
+        self._opening = None
         self._order.clear()
         self._filling.begin()
 
@@ -292,7 +497,7 @@ class Attached:
         whole = len(slots) == len(bucket.slots)
         spans = [(bucket.span, bucket.name)] if whole else [(bucket.part(slot), slot.name) for slot in slots]
         for span, name in spans:
-            self._flying.append(self._submit(partial(_average, span), f"allreduce of {name}"))
+            self._flying.append(self._submit(partial(self._average, span), f"allreduce of {name}"))
 
 
 _libc = ctypes.CDLL(None)
@@ -304,5 +509,8 @@ def _give_back_freed_memory() -> None:
         _libc.malloc_trim(0)
 
 
-def _average(span: Span, communicator: Communicator) -> None:
-    communicator.allreduce(span, Op.AVERAGE)
+class _LocalBackward:
+    """Listens for the end of a local backward."""
+
+    def __init__(self, attached: Attached) -> None:
+        self.end = self.aborted = attached.end_local

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,15 +59,19 @@ def _first_difference(first: list[list[str]], second: list[list[str]], rank: int
     )
 
 
-def broadcast_state(model: torch.nn.Module, communicator: Communicator) -> None:
-    """Collective: rank 0's parameters and buffers, bit for bit, into every rank's tensors, in place."""
-    tensors = [*model.parameters(), *model.buffers()]
+def broadcast_state(model: torch.nn.Module, communicator: Communicator, root: int = 0) -> None:
+    """Collective: rank `root`'s parameters and buffers, bit for bit, into every rank's tensors, in place."""
+    broadcast_tensors([*model.parameters(), *model.buffers()], communicator, root)
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], communicator: Communicator, root: int) -> None:
+    """Collective: rank `root`'s values, bit for bit, into every rank's tensors, in place."""
     with torch.no_grad():
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
             values = tensor.detach().contiguous()
             memory = bytes_of(values)
-            communicator.broadcast(Span.wrap(memory), 0)
+            communicator.broadcast(Span.wrap(memory), root)
             if values.data_ptr() != tensor.data_ptr():
                 tensor.copy_(values)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    get_worker_info,
+)
 
 
 class ShardedBatches(Sampler[list[int]]):
@@ -21,18 +30,28 @@ class ShardedBatches(Sampler[list[int]]):
         sampler: gives the epoch's order; with a finite length.
         batch_size: of one rank.
         drop_last: leave out a last, smaller step.
+        fill: whether samples are repeated so that ranks have equally many batches. Without, a rank that the
+            last step has no sample for leaves it out.
     """
 
     def __init__(
-        self, sampler: Any, batch_size: int, drop_last: bool, rank: int, size: int, seed: int
+        self,
+        sampler: Any,
+        batch_size: int,
+        drop_last: bool,
+        rank: int,
+        size: int,
+        seed: int,
+        fill: bool = True,
     ) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
-        self.rank, self.size, self.seed = rank, size, seed
+        self.rank, self.size, self.seed, self.fill = rank, size, seed, fill
         self.epoch = -1
 
     def __len__(self) -> int:
-        step = self.batch_size * self.size
-        return len(self.sampler) // step if self.drop_last else -(-len(self.sampler) // step)
+        steps, left = divmod(len(self.sampler), self.batch_size * self.size)
+        takes_part = left > (0 if self.fill else self.rank)
+        return steps + (takes_part and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.epoch += 1
@@ -40,7 +59,7 @@ class ShardedBatches(Sampler[list[int]]):
         step = self.batch_size * self.size
         for start in range(0, len(self) * step, step):
             samples = order[start : start + step]
-            if len(samples) < self.size:
+            if self.fill and len(samples) < self.size:
                 samples = samples + [order[i % len(order)] for i in range(self.size - len(samples))]
             share, more = divmod(len(samples), self.size)
             first = self.rank * share + min(self.rank, more)
@@ -57,17 +76,37 @@ class ShardedBatches(Sampler[list[int]]):
             return list(self.sampler)
 
 
+class ShardedStream(IterableDataset[Any]):
+    """One rank's part of an iterable data set: every size-th sample, dealt on among the loader's workers.
+
+    Assumes: `whole` gives the same samples in the same order in every process.
+
+    Attributes:
+        whole: the data set.
+    """
+
+    def __init__(self, whole: IterableDataset[Any], rank: int, size: int) -> None:
+        self.whole, self.rank, self.size = whole, rank, size
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        return islice(self.whole, self.rank * count + number, None, self.size * count)
+
+
 class ShardedLoader:
-    """What `overlap.shard` returns: iterating it is one epoch of this rank's batches.
+    """What `overlap.shard` makes of a loader: iterating it is one epoch of this rank's batches.
 
     Attributes:
         loader: the torch DataLoader underneath.
     """
 
-    def __init__(self, loader: DataLoader[Any], batches: ShardedBatches) -> None:
+    def __init__(self, loader: DataLoader[Any], batches: ShardedBatches | None) -> None:
         self.loader, self._batches = loader, batches
 
     def __len__(self) -> int:
+        if self._batches is None:
+            raise TypeError("an IterableDataset's loader has no length: iterate over it")
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -76,22 +115,46 @@ class ShardedLoader:
     @property
     def dataset(self) -> Any:
         """The data set, whole."""
-        return self.loader.dataset
+        data = self.loader.dataset
+        return data.whole if isinstance(data, ShardedStream) else data
 
     def set_epoch(self, epoch: int) -> None:
-        """Not needed: every iteration is an epoch of its own. For resuming: the next one has this number."""
-        self._batches.epoch = epoch - 1
+        """Not needed: every iteration is an epoch of its own. For resuming: the next one has this number.
+
+        An IterableDataset's order is its own: here it does nothing.
+        """
+        if self._batches is not None:
+            self._batches.epoch = epoch - 1
 
 
-def shard(loader: DataLoader[Any], rank: int, size: int, seed: int) -> ShardedLoader:
+def shard_dataset(dataset: Dataset[Any], rank: int, size: int) -> Subset[Any] | ShardedStream:
     """See `overlap.shard`."""
+    if isinstance(dataset, IterableDataset):
+        return ShardedStream(dataset, rank, size)
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"data set {type(dataset).__name__} has no length (__len__), so it can't be shared")
+    count = len(dataset)
+    return Subset(dataset, range(count * rank // size, count * (rank + 1) // size))
+
+
+def shard_loader(loader: DataLoader[Any], rank: int, size: int, seed: int, evaluation: bool) -> ShardedLoader:
+    """See `overlap.shard`."""
+    if evaluation and loader.drop_last:
+        raise ValueError("loader has drop_last=True, but evaluation=True uses every sample: drop one of them")
     if isinstance(loader.dataset, IterableDataset):
-        raise TypeError(
-            "loader has an IterableDataset, which has no order to share: give each rank its own part"
-        )
+        stream = ShardedStream(loader.dataset, rank, size)
+        batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return ShardedLoader(DataLoader(stream, **batching, **_options(loader)), None)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise TypeError("loader must make its batches by batch_size, not by a batch_sampler of its own")
-    batches = ShardedBatches(loader.sampler, loader.batch_size, loader.drop_last, rank, size, seed)
+    batches = ShardedBatches(
+        loader.sampler, loader.batch_size, loader.drop_last, rank, size, seed, fill=not evaluation
+    )
+    return ShardedLoader(DataLoader(loader.dataset, batch_sampler=batches, **_options(loader)), batches)
+
+
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What makes a loader like `loader`, but for its batches."""
     names: Sequence[str] = (
         "num_workers",
         "collate_fn",
@@ -107,4 +170,4 @@ def shard(loader: DataLoader[Any], rank: int, size: int, seed: int) -> ShardedLo
     options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     if not options.get("pin_memory_device"):
         options.pop("pin_memory_device", None)  # deprecated in torch, and a warning even where it is empty
-    return ShardedLoader(DataLoader(loader.dataset, batch_sampler=batches, **options), batches)
+    return options

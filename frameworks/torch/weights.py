@@ -1,0 +1,65 @@
+"""Weighted averages: each gradient is multiplied by its rank's weight before it is accumulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .slots import Slot
+
+
+class Weights:
+    """Pre-hooks of the nodes that accumulate gradients; afterwards two micro-batches can't be told apart.
+
+    Args:
+        slots: of all parameters.
+        fresh: whether a slot's gradient has not been accumulated since it was last averaged: then what `grad`
+            holds is an average, which is weighted too.
+        current: the weight of the running backward; None for no weights.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], fresh: Callable[[Slot], bool], current: Callable[[], float | None]
+    ) -> None:
+        self._slots, self._fresh, self._current = slots, fresh, current
+        # Torch holds these nodes weakly; a parameter's is another one once it was frozen or changed type.
+        self._nodes: dict[int, Any] = {}
+        self._hooks: dict[int, Any] = {}
+
+    def register(self) -> None:
+        """Hook what is trainable and not hooked yet."""
+        for slot in self._slots:
+            if slot.parameter.requires_grad:
+                self._register(slot)
+
+    def _register(self, slot: Slot) -> None:
+        with torch.enable_grad():
+            edge: Any = slot.parameter.view_as(slot.parameter).grad_fn
+        node = edge.next_functions[0][0]
+        if self._nodes.get(slot.index) is node:
+            return
+
+        def weigh(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+            weight, parameter = self._current(), slot.parameter
+            if weight is None:
+                return None
+            if parameter.grad is not None and self._fresh(slot):
+                parameter.grad = scaled(parameter.grad, weight)
+            return tuple(None if gradient is None else scaled(gradient, weight) for gradient in gradients)
+
+        if slot.index in self._hooks:
+            self._hooks[slot.index].remove()
+        self._nodes[slot.index], self._hooks[slot.index] = node, node.register_prehook(weigh)
+
+    def remove(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._nodes, self._hooks = {}, {}
+
+
+def scaled(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    """`gradient` times `weight`; zeros where the weight is 0, whatever the gradient holds (NaN from 0 / 0)."""
+    with torch.no_grad():
+        return gradient * weight if weight else torch.zeros_like(gradient)
