@@ -85,13 +85,6 @@ def _check(model: torch.nn.Module) -> None:
         raise TypeError(
             "model is wrapped in DistributedDataParallel, which averages too: attach model.module"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(
-            module, (torch.nn.Embedding, torch.nn.EmbeddingBag)
-        ):
-            raise ValueError(
-                f"module {name!r} makes sparse gradients, which can't be averaged yet: use sparse=False"
-            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name!r} has no shape yet: run one batch through the model before attach")

@@ -37,9 +37,10 @@ from .check import check_replicas
 from .record import Record, check_records
 from .replicas import broadcast_state, broadcast_tensors
 from .slots import UNPLANNED, BucketSlots, Slot
+from .sparse import average_sparse, sparse_parameters
 from .tensors import bytes_of, dtype_of
 from .turn import Next, Turn, check_weights, divisor_of, mean_loss
-from .weights import Weights, scaled
+from .weights import Weights
 
 # The bucket number in the tags of what is no bucket.
 _NO_BUCKET = 0xFFFF
@@ -80,6 +81,8 @@ class Attached:
         self._slots = [Slot(index, name, p) for index, (name, p) in enumerate(named)]
         self._tensors = [p for _, p in named]
         self._ids = {id(p) for p in self._tensors}
+        sparse = sparse_parameters(model)
+        self._sparse = [slot for slot in self._slots if id(slot.parameter) in sparse]  # in no bucket
         self._buckets: list[BucketSlots] = []
         self._filling = Buckets([])
         self._digest = 0
@@ -254,8 +257,11 @@ class Attached:
             check_records(records, self._slots)
             touched = np.any([record.touched for record in records], axis=0)
             self._average_late(np.any([record.late for record in records], axis=0))
+            sent += self._average_sparse(touched)
             sent += self._join(touched)
             self._deliver(touched)
+            if self._weights is not None:
+                self._weights.put_back()
             self._recorder.add(sent, ended_s, time.perf_counter())
         finally:
             self._reset()
@@ -379,15 +385,15 @@ class Attached:
                 if slot.left > 0:
                     if not self.touched[slot.index]:
                         kept.append((slot.parameter, slot.parameter.grad))
-                        self._weigh_kept(slot.parameter)
+                        self._set_aside(slot)
                     self.ready(slot)
         # They contribute what their `grad` holds, and keep it should no other rank have touched them.
         for parameter, grad in kept:
             parameter.grad = grad
 
-    def _weigh_kept(self, parameter: torch.nn.Parameter) -> None:
-        if self._weight is not None and parameter.grad is not None:
-            parameter.grad = scaled(parameter.grad, self._weight_sum)
+    def _set_aside(self, slot: Slot) -> None:
+        if self._weights is not None and self._weight is not None:
+            self._weights.set_aside(slot)
 
     def _average(self, span: Span, communicator: Communicator) -> None:
         """On the engine's thread, after the round's opening."""
@@ -417,6 +423,24 @@ class Attached:
             span = Span.wrap(bytes_of(rest).view(dtype.storage), dtype)
             self._submit(partial(self._average, span), f"allreduce of what came late of {slot.name}").wait()
             slot.slice.add_(rest)
+
+    def _average_sparse(self, touched: np.ndarray) -> list[Handle[Any]]:
+        """Average what is in no bucket, and take it from the rest of the round."""
+        slots = [slot for slot in self._sparse if touched[slot.index]]
+        for slot in slots:
+            if not self.touched[slot.index]:
+                self._set_aside(slot)
+        handles = [
+            self._submit(partial(self._average_rows, slot.parameter), f"the sparse gradient of {slot.name}")
+            for slot in slots
+        ]
+        for slot, handle in zip(slots, handles, strict=True):
+            slot.parameter.grad = handle.wait()
+            touched[slot.index] = False
+        return handles
+
+    def _average_rows(self, parameter: torch.nn.Parameter, communicator: Communicator) -> torch.Tensor:
+        return average_sparse(communicator, parameter.grad, parameter, self._divisor)
 
     def _deliver(self, touched: np.ndarray) -> None:
         """Every gradient that some rank has touched is its slice now; the others keep what they held."""
@@ -449,6 +473,9 @@ class Attached:
         ]
         if not new:
             return []
+        for index in new:
+            if not self.touched[index]:
+                self._set_aside(self._slots[index])
         planned = [slot for bucket in self._buckets for slot in bucket.slots]
         for slot in planned:
             if touched[slot.index]:
@@ -513,4 +540,9 @@ class _LocalBackward:
     """Listens for the end of a local backward."""
 
     def __init__(self, attached: Attached) -> None:
-        self.end = self.aborted = attached.end_local
+        self._attached = attached
+
+    def end(self) -> None:
+        self._attached.end_local()
+
+    aborted = end

@@ -10,7 +10,17 @@ from torch.autograd import Variable
 from .slots import Slot
 
 
-class Listener(Protocol):
+class BackwardListener(Protocol):
+    """What the end of a backward is reported to."""
+
+    def end(self) -> None:
+        """The outermost backward is over."""
+
+    def aborted(self) -> None:
+        """Backward raised, and will never end."""
+
+
+class Listener(BackwardListener, Protocol):
     """What hooks report to.
 
     Attributes:
@@ -29,12 +39,6 @@ class Listener(Protocol):
 
     def ready(self, slot: Slot) -> None:
         """The last accumulation that this parameter's gradient is expected to get."""
-
-    def end(self) -> None:
-        """The outermost backward is over."""
-
-    def aborted(self) -> None:
-        """Backward raised, and will never end."""
 
 
 def register(slot: Slot, listener: Listener) -> Any:
@@ -69,8 +73,8 @@ class EndOfBackward:
     raises, and nothing else refers to this object: that is how an aborted backward is noticed.
     """
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener: Listener | None = listener
+    def __init__(self, listener: BackwardListener) -> None:
+        self._listener: BackwardListener | None = listener
         Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:

@@ -143,7 +143,7 @@ def shard_loader(loader: DataLoader[Any], rank: int, size: int, seed: int, evalu
         raise ValueError("loader has drop_last=True, but evaluation=True uses every sample: drop one of them")
     if isinstance(loader.dataset, IterableDataset):
         stream = ShardedStream(loader.dataset, rank, size)
-        batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return ShardedLoader(DataLoader(stream, **batching, **_options(loader)), None)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise TypeError("loader must make its batches by batch_size, not by a batch_sampler of its own")

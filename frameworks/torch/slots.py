@@ -85,7 +85,7 @@ class Slot:
                 if grad is None:
                     slice.zero_()
                 else:
-                    slice.copy_(grad)
+                    slice.copy_(grad if grad.layout is torch.strided else grad.to_dense())
         parameter.grad = None
 
     def _leave_to_user(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ class Weights:
     Args:
         slots: of all parameters.
         fresh: whether a slot's gradient has not been accumulated since it was last averaged: then what `grad`
-            holds is an average, which is weighted too.
+            holds is an average already, and is set aside.
         current: the weight of the running backward; None for no weights.
     """
 
@@ -27,6 +27,7 @@ class Weights:
         # Torch holds these nodes weakly; a parameter's is another one once it was frozen or changed type.
         self._nodes: dict[int, Any] = {}
         self._hooks: dict[int, Any] = {}
+        self._aside: dict[int, torch.Tensor] = {}
 
     def register(self) -> None:
         """Hook what is trainable and not hooked yet."""
@@ -42,16 +43,33 @@ class Weights:
             return
 
         def weigh(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-            weight, parameter = self._current(), slot.parameter
+            weight = self._current()
             if weight is None:
                 return None
-            if parameter.grad is not None and self._fresh(slot):
-                parameter.grad = scaled(parameter.grad, weight)
-            return tuple(None if gradient is None else scaled(gradient, weight) for gradient in gradients)
+            if self._fresh(slot):
+                self.set_aside(slot)
+            return tuple(None if gradient is None else _scaled(gradient, weight) for gradient in gradients)
 
         if slot.index in self._hooks:
             self._hooks[slot.index].remove()
         self._nodes[slot.index], self._hooks[slot.index] = node, node.register_prehook(weigh)
+
+    def set_aside(self, slot: Slot) -> None:
+        """Take what `grad` holds out of the round; weights must not change it."""
+        if slot.parameter.grad is not None and slot.index not in self._aside:
+            self._aside[slot.index] = slot.parameter.grad
+            slot.parameter.grad = None
+
+    def put_back(self) -> None:
+        """Add what was set aside to what the round has given."""
+        for index, held in self._aside.items():
+            parameter = self._slots[index].parameter
+            if parameter.grad is None:
+                parameter.grad = held
+            elif parameter.grad is not held:  # as where no rank has touched it
+                with torch.no_grad():
+                    parameter.grad.add_(held)
+        self._aside.clear()
 
     def remove(self) -> None:
         for hook in self._hooks.values():
@@ -59,7 +77,7 @@ class Weights:
         self._nodes, self._hooks = {}, {}
 
 
-def scaled(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+def _scaled(gradient: torch.Tensor, weight: float) -> torch.Tensor:
     """`gradient` times `weight`; zeros where the weight is 0, whatever the gradient holds (NaN from 0 / 0)."""
     with torch.no_grad():
         return gradient * weight if weight else torch.zeros_like(gradient)
