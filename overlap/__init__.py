@@ -22,13 +22,18 @@ _HOMES = {
     "RankFailed": "overlap.comm.errors",
     "StartError": "overlap.comm.errors",
     "attach": "overlap.attaching",
+    "check_batch": "overlap.coordination",
+    "check_replicas": "overlap.checking",
     "cross_rank": "overlap.runtime",
     "cross_size": "overlap.runtime",
     "init": "overlap.runtime",
     "is_initialized": "overlap.runtime",
     "local_rank": "overlap.runtime",
     "local_size": "overlap.runtime",
+    "mean": "overlap.coordination",
+    "on_rank_zero": "overlap.coordination",
     "rank": "overlap.runtime",
+    "rank_zero_first": "overlap.coordination",
     "run": "overlap.launch",
     "shard": "overlap.sharding",
     "shutdown": "overlap.runtime",
@@ -39,6 +44,7 @@ __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
     from overlap.attaching import attach as attach
+    from overlap.checking import check_replicas as check_replicas
     from overlap.comm.errors import BackwardAborted as BackwardAborted
     from overlap.comm.errors import CommError as CommError
     from overlap.comm.errors import InternalError as InternalError
@@ -46,6 +52,10 @@ if TYPE_CHECKING:
     from overlap.comm.errors import PeerLost as PeerLost
     from overlap.comm.errors import RankFailed as RankFailed
     from overlap.comm.errors import StartError as StartError
+    from overlap.coordination import check_batch as check_batch
+    from overlap.coordination import mean as mean
+    from overlap.coordination import on_rank_zero as on_rank_zero
+    from overlap.coordination import rank_zero_first as rank_zero_first
     from overlap.frameworks.torch.attached import Attached as Attached
     from overlap.launch import run as run
     from overlap.runtime import cross_rank as cross_rank

@@ -51,7 +51,7 @@ def attach(
 
 @cache
 def _watch_registrations() -> None:
-    """Once a process: a parameter that takes an attached one's place has no hook, so that ranks would drift."""
+    """Once a process: a parameter that takes an attached one's place has no hook, and ranks would drift."""
     register_module_parameter_registration_hook(_refuse_parameter)
     register_module_module_registration_hook(_refuse_module)
 

@@ -26,7 +26,8 @@ def dtype_of(name: str, tensor: torch.Tensor) -> DType:
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """A contiguous CPU tensor's memory as bytes; aliases it."""
-    view: np.ndarray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # Not reshape: one element is contiguous whatever its stride, and then can't be viewed as bytes.
+    view: np.ndarray = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return view
 
 

@@ -1,4 +1,4 @@
-"""What ranks do next, told before each round and each step: so that they may differ in how often they do it."""
+"""What ranks do next, told before each round and each step: so that they may differ in how often."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Turn:
 
     Attributes:
         what: which.
-        weight: of the gradients that it has accumulated since they were last averaged; None where it set none.
+        weight: of what it has accumulated since gradients were last averaged; None where it set none.
         loss: what the closure of an optimizer returned, to be averaged; None where there is no closure.
         steps: how many steps it has made.
     """

@@ -17,13 +17,15 @@ class Weights:
         slots: of all parameters.
         fresh: whether a slot's gradient has not been accumulated since it was last averaged: then what `grad`
             holds is an average already, and is set aside.
-        current: the weight of the running backward; None for no weights.
+
+    Attributes:
+        current: the weight of the next backward; None where all count alike.
     """
 
-    def __init__(
-        self, slots: Sequence[Slot], fresh: Callable[[Slot], bool], current: Callable[[], float | None]
-    ) -> None:
-        self._slots, self._fresh, self._current = slots, fresh, current
+    def __init__(self, slots: Sequence[Slot], fresh: Callable[[Slot], bool]) -> None:
+        self.current: float | None = None
+        self._total = 0.0
+        self._slots, self._fresh = slots, fresh
         # Torch holds these nodes weakly; a parameter's is another one once it was frozen or changed type.
         self._nodes: dict[int, Any] = {}
         self._hooks: dict[int, Any] = {}
@@ -43,7 +45,7 @@ class Weights:
             return
 
         def weigh(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-            weight = self._current()
+            weight = self.current
             if weight is None:
                 return None
             if self._fresh(slot):
@@ -54,8 +56,18 @@ class Weights:
             self._hooks[slot.index].remove()
         self._nodes[slot.index], self._hooks[slot.index] = node, node.register_prehook(weigh)
 
+    def add(self) -> None:
+        """A backward begins."""
+        self._total += self.current or 0.0
+
+    def told(self) -> float | None:
+        """What the other ranks are told: the weight of all backwards since the last average."""
+        return self._total if self.current is not None or self._total else None
+
     def set_aside(self, slot: Slot) -> None:
-        """Take what `grad` holds out of the round; weights must not change it."""
+        """Where there are weights: take what `grad` holds out of the round; they must not change it."""
+        if self.told() is None:
+            return
         if slot.parameter.grad is not None and slot.index not in self._aside:
             self._aside[slot.index] = slot.parameter.grad
             slot.parameter.grad = None
@@ -71,6 +83,11 @@ class Weights:
                     parameter.grad.add_(held)
         self._aside.clear()
 
+    def end_round(self) -> None:
+        """Whatever became of it: what was set aside and not put back is void."""
+        self._total = 0.0
+        self._aside.clear()
+
     def remove(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
@@ -78,6 +95,6 @@ class Weights:
 
 
 def _scaled(gradient: torch.Tensor, weight: float) -> torch.Tensor:
-    """`gradient` times `weight`; zeros where the weight is 0, whatever the gradient holds (NaN from 0 / 0)."""
+    """`gradient` times `weight`; zeros where the weight is 0, be the gradient NaN (from 0 / 0)."""
     with torch.no_grad():
         return gradient * weight if weight else torch.zeros_like(gradient)

@@ -612,13 +612,13 @@ def test_buckets_leave_while_backward_runs(ranks):
         model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)])
         attached = overlap.attach(model, bucket_mb=0.3)
         sent_before_end = []
-        add = attached._recorder.add
+        add = attached._rounds.recorder.add
 
         def spy(handles, ended_s, end_s):
             sent_before_end.append([handle.submitted_s < ended_s for handle in handles])
             add(handles, ended_s, end_s)
 
-        attached._recorder.add = spy
+        attached._rounds.recorder.add = spy
         for _ in range(3):
             model(torch.randn(8, 300)).sum().backward()
         stats = attached.stats()

@@ -400,11 +400,13 @@ def test_c071_replaced_after_attach(ranks, what):
         overlap.init()
         model = nn.ModuleDict({"a": linear()})
         attached = overlap.attach(model)
+        owner, name, new = (
+            (model["a"], "weight", nn.Parameter(torch.ones(1, 1)))
+            if what == "parameter"
+            else (model, "a", linear())
+        )
         with pytest.raises(ValueError, match=r"'a\.weight' of an attached model can't be replaced"):
-            if what == "parameter":
-                model["a"].weight = nn.Parameter(torch.ones(1, 1))
-            else:
-                model["a"] = linear()
+            setattr(owner, name, new)
         attached.detach()
         model["a"].weight = nn.Parameter(torch.ones(1, 1))
         overlap.attach(model)
