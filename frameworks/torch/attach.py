@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import Any
 
@@ -18,8 +19,15 @@ from .attached import Attached
 from .replicas import broadcast_state, check_same_model
 from .tensors import dtype_of
 
-# Which attached model a parameter belongs to.
+# Which attached model a parameter belongs to; a weak reference, for it refers to the parameter.
 _owners: Any = WeakTensorKeyDictionary()
+
+
+def _owner_of(parameter: torch.Tensor) -> Attached | None:
+    """The attached model that averages its gradient, if there is one."""
+    reference = _owners.get(parameter)
+    owner: Attached | None = None if reference is None else reference()
+    return None if owner is None or owner.detached else owner
 
 
 def attach(
@@ -44,7 +52,7 @@ def attach(
     broadcast_state(model, engine.communicator)
     attached = Attached(engine, model, int(bucket_mb * 1e6), int(edge_bucket_mb * 1e6), passes, check_every)
     for parameter in model.parameters():
-        _owners[parameter] = attached
+        _owners[parameter] = weakref.ref(attached)
     _watch_registrations()
     return attached
 
@@ -71,8 +79,8 @@ def _refuse_module(module: torch.nn.Module, name: str, new: torch.nn.Module | No
 
 def _refuse(module: torch.nn.Module, name: str, replaced: list[torch.nn.Parameter]) -> None:
     for parameter in replaced:
-        owner = _owners.get(parameter)
-        if owner is not None and not owner.detached and owner.has(module):
+        owner = _owner_of(parameter)
+        if owner is not None and owner.has(module):
             raise ValueError(
                 f"{owner.name_of(parameter)!r} of an attached model can't be replaced (by setting {name!r}): "
                 "call detach() of what overlap.attach returned before, and overlap.attach(model) afterwards"
@@ -92,8 +100,7 @@ def _check(model: torch.nn.Module) -> None:
             raise ValueError(f"{name!r} is on {tensor.device}, but only CPU models can be attached yet")
     for name, parameter in model.named_parameters():
         dtype_of(f"parameter {name!r}", parameter)
-        owner = _owners.get(parameter)
-        if owner is not None and not owner.detached:
+        if _owner_of(parameter) is not None:
             raise ValueError(
                 f"parameter {name!r} is attached already: attach a model once, or detach it before"
             )

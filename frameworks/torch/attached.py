@@ -66,7 +66,7 @@ class Attached:
         self._channel = self._engine.open_channel("gradients")
         self._channel.last_words = self._last_words
         slots = [Slot(index, name, p) for index, (name, p) in enumerate(self._named.items())]
-        self._rounds = Rounds(self._channel, slots, sparse_parameters(self._model), *self._options)
+        self._rounds = Rounds(self, self._channel, slots, sparse_parameters(self._model), *self._options)
         steps.register(self)
         return self._rounds
 
@@ -136,13 +136,18 @@ class Attached:
         return Stats() if self._rounds is None else self._rounds.recorder.stats()
 
     def detach(self) -> None:
-        """Remove the hooks: backwards are local from now on. Gradients stay as they are. Idempotent."""
+        """Remove the hooks: backwards are local from now on. Gradients stay as they are. Idempotent.
+
+        Until then hooks keep the model alive, also where nobody else refers to it: a program that makes one
+        model after the other detaches each.
+        """
         self.detached = True
         steps.unregister(self)
         rounds, self._rounds = self._rounds, None
-        if rounds is not None and self._channel is not None:
+        channel, self._channel = self._channel, None
+        if rounds is not None and channel is not None:
             rounds.close()
-            self._engine.close_channel(self._channel)
+            self._engine.close_channel(channel)
 
     # -- steps -------------------------------------------------------------------------------------------
 
@@ -207,7 +212,8 @@ class Attached:
             )
 
     def _last_words(self) -> str:
+        made = f"{self._steps} steps" if self._steps else f"{self.stats().steps} averaged backwards"
         return (
-            f"ended after {self._steps} steps (give every rank as many batches, as overlap.shard does, or "
-            "put the loop into attached.join())"
+            f"ended after {made}; unless its own output says why, give every rank as many batches "
+            "(overlap.shard does), or put the loop into attached.join()"
         )

@@ -44,6 +44,7 @@ class Rounds:
     """The rounds of one attached model; listens to its hooks.
 
     Args:
+        owner: lives as long as the hooks do, although users may drop it.
         channel: of this model alone.
         slots: of all parameters.
         sparse: `id`s of the parameters whose gradients are sparse, and in no bucket.
@@ -56,8 +57,15 @@ class Rounds:
     """
 
     def __init__(
-        self, channel: Channel, slots: Sequence[Slot], sparse: set[int], limits: tuple[int, int], passes: int
+        self,
+        owner: object,
+        channel: Channel,
+        slots: Sequence[Slot],
+        sparse: set[int],
+        limits: tuple[int, int],
+        passes: int,
     ) -> None:
+        self._owner = owner
         self.idle = True
         self.touched, self._late = bytearray(len(slots)), bytearray(len(slots))
         self.weights = Weights(slots, lambda slot: not self.touched[slot.index])
@@ -114,7 +122,7 @@ class Rounds:
             hook.remove()
         self._hooks, self._buckets = [], []
         for slot in self._slots:
-            slot.slice = None
+            slot.release()
 
     def take_turn(self, what: Next, loss: float | None = None, steps: int = 0) -> Handle[list[Turn]]:
         """Tell the others what this rank does next, and learn what they do."""

@@ -69,6 +69,10 @@ class Slot:
         if self.expected == UNPLANNED:  # and `left` has counted down from it
             self.expected, self.left = max(1, UNPLANNED - self.left), 0
 
+    def release(self) -> None:
+        """Let go of the bucket's memory; a gradient that is still used keeps it alive."""
+        self.slice = self._buffer = None
+
     def fill(self) -> None:
         """Bring what `parameter.grad` holds into the slice (zeros where it holds nothing), and take it away.
 

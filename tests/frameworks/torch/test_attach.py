@@ -677,3 +677,51 @@ def test_world_of_one_sends_nothing():
         attached.detach()
     finally:
         overlap.shutdown()
+
+
+def test_detached_model_leaves_nothing(ranks):
+    def work():
+        import gc
+        import threading
+        import weakref
+
+        def train():
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            attached = overlap.attach(model)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+            attached.detach()
+            return weakref.ref(model[0].weight)
+
+        overlap.init()
+        parameters, sizes = [], []
+        for _ in range(3):
+            parameters.append(train())
+            gc.collect()
+            sizes.append(len(os.listdir("/proc/self/fd")))
+        return [parameter() is None for parameter in parameters], len(set(sizes)), threading.active_count()
+
+    for freed, sizes, threads in ranks(2).run(work):
+        assert freed == [True] * 3
+        assert sizes == 1
+        assert threads == 1
+
+
+def test_attached_that_is_dropped_goes_on(ranks):
+    def work():
+        import gc
+
+        overlap.init()
+        layer = scalar()
+        overlap.attach(layer)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        gc.collect()
+        if overlap.rank() == 0:
+            layer(torch.ones(1)).sum().backward()
+        optimizer.step()
+        return layer.weight.item()
+
+    assert ranks(2).run(work) == [0.5, 0.5]

@@ -1,4 +1,4 @@
-"""Random programs: models and loops that hypothesis draws equal one process on the whole batch, bit-equal ranks.
+"""Random programs: whatever model and loop hypothesis draws, ranks are equal in bits and as one process is.
 
 A program is data: each rank runs it twice, attached on its part of every batch, and plain on all of them.
 """

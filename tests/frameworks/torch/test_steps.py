@@ -322,7 +322,7 @@ def test_weight_on_some_ranks_only(ranks):
         attached = overlap.attach(layer)
         if overlap.rank() == 1:
             attached.weight = 3
-        with pytest.raises(overlap.MismatchError, match="rank 1 has set attached.weight but rank 0 has not"):
+        with pytest.raises(overlap.MismatchError, match=r"rank 1 has set .* but rank 0 has not"):
             layer(torch.ones(1)).sum().backward()
         attached.weight = 1
         layer.zero_grad()
