@@ -88,7 +88,7 @@ class ShmCommunicator(DirectCommunicator):
         self._others = [(r, region) for r, region in enumerate(self._regions) if r != rank]
         self._count = 0
         self._buffers = 0
-        self._closed = False
+        self._closed = self._aborted = False
         self._pair = ""  # what a sendrecv is at, for errors
         self.group = object()
         self._fence = threading.Lock()
@@ -165,6 +165,8 @@ class ShmCommunicator(DirectCommunicator):
         return None
 
     def _check_open(self) -> None:
+        if self._aborted:
+            raise CommError(f"this rank has told the others that it can't go on, before {self._at()}")
         if self._closed:
             raise CommError(f"this communicator was closed: call overlap.init() anew before {self._at()}")
 
@@ -199,7 +201,7 @@ class ShmCommunicator(DirectCommunicator):
         data = call.pack()
         self._own.call[:] = data
         self._pair = ""
-        if self._closed:
+        if self._closed or self._aborted:
             self._check_open()
         if self.size == 1:
             return
@@ -364,6 +366,7 @@ class ShmCommunicator(DirectCommunicator):
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         if not self._closed:
+            self._aborted = True  # or a call of this rank could still let the others pass
             self._end(_FAILED, self._links.members[self.rank] if culprit is None else culprit, reason)
 
     def close(self, reason: str = "ended without an error") -> None:

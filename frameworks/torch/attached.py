@@ -59,7 +59,7 @@ class Attached:
         self._channel: Channel | None = None
         self._rounds: Rounds | None = None
         # A world of one has nothing to average, unless its micro-batches have weights.
-        if engine.world.size > 1 or passes > 1:
+        if engine.world.size > 1:
             self._take_part()
 
     def _take_part(self) -> Rounds:

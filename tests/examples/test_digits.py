@@ -1,4 +1,4 @@
-"""The base example runs as its docstring says, and two processes learn as well as one."""
+"""Examples run as their docstrings say, and two processes learn as well as one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ pytest.importorskip("sklearn")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/torch_digits.py"
 
 
-def run(*command: str) -> str:
+FEATURES = sorted(EXAMPLE.parent.glob("torch_digits_*.py"))
+
+
+def run(*command: str, script: Path = EXAMPLE) -> str:
     # One thread a rank, as the launcher would give two ranks on two cores.
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=110, env=environ
+        [*command, sys.executable, str(script)], capture_output=True, text=True, timeout=110, env=environ
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -43,5 +46,20 @@ def test_two_ranks_learn_as_well_as_one():
     assert re.search(r"ms a step: [\d.]+ ms hidden behind backward \(\d+%\), [\d.]+ ms exposed", two)
 
 
-def test_the_docstring_has_the_launch_line():
-    assert "overlap run -np 2 python examples/torch_digits.py" in EXAMPLE.read_text()
+@pytest.mark.parametrize("script", FEATURES, ids=lambda path: path.stem)
+def test_features_train_too(script):
+    assert accuracy(run(sys.executable, "-m", "overlap.cli", "run", "-np", "2", script=script), 2) >= 0.93
+
+
+@pytest.mark.parametrize("script", FEATURES, ids=lambda path: path.stem)
+def test_features_differ_from_the_base_at_marked_lines_only(script):
+    base = EXAMPLE.read_text().splitlines()
+    lines = script.read_text().partition("from __future__")[2].splitlines()
+    added = [line for line in lines if line not in base and "__future__" not in line]
+    assert all("# <-" in line for line in added[1:]), added
+    assert len(added) > 2
+
+
+@pytest.mark.parametrize("script", [EXAMPLE, *FEATURES], ids=lambda path: path.stem)
+def test_the_docstring_has_the_launch_line(script):
+    assert f"overlap run -np 2 python examples/{script.name}" in script.read_text()
