@@ -111,6 +111,8 @@ class Communicator(ABC):
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Tell the others that this rank can't go on; their calls raise PeerLost. Callable from any thread.
 
+        This rank's own calls raise CommError from then on: taking part, it could let the others pass.
+
         Args:
             reason: what happened, to be read after "rank 2 " ("raised ValueError: ...").
             culprit: the rank that caused it, where it is not this one.

@@ -101,6 +101,8 @@ class InprocCommunicator(DirectCommunicator):
         return self.doing or self._pair or str(self._meeting_place.calls[self.rank])
 
     def _begin(self, kind: str) -> None:
+        if self.rank in self._meeting_place.lost:
+            raise CommError(f"this rank has told the others that it can't go on, before {kind}")
         if self._closed:
             raise CommError(f"this communicator was closed: call overlap.init() anew before {kind}")
         if self._before is not None:

@@ -366,7 +366,7 @@ class ShmCommunicator(DirectCommunicator):
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         if not self._closed:
-            self._aborted = True  # or a call of this rank could still let the others pass
+            self._aborted = True
             self._end(_FAILED, self._links.members[self.rank] if culprit is None else culprit, reason)
 
     def close(self, reason: str = "ended without an error") -> None:

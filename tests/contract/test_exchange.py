@@ -10,7 +10,7 @@ import pytest
 
 from overlap.comm.backends.base import Communicator
 from overlap.comm.dtype import DType, Op
-from overlap.comm.errors import MismatchError, PeerLost
+from overlap.comm.errors import CommError, MismatchError, PeerLost
 from overlap.comm.span import Span
 
 COUNTS = (0, 1, 7, 1023, 65537)
@@ -239,6 +239,8 @@ def check_abort(comm: Communicator) -> str:
     comm.barrier()
     if comm.rank == 1:
         comm.abort("raised ValueError: bad sample")
+        with pytest.raises(CommError, match="this rank has told the others that it can't go on"):
+            comm.barrier()
         return ""
     with pytest.raises(PeerLost) as caught:
         comm.barrier()
