@@ -23,7 +23,6 @@ _Item: TypeAlias = "tuple[Callable[[Communicator], object], str, int, Handle[Any
 # Errors after which every rank is still at the same place: the channel goes on.
 _HARMLESS = (MismatchError, ValueError, TypeError)
 _JOIN_S = 2.0
-_ENDED = "ended without an error"
 
 
 class Channel:
@@ -36,14 +35,13 @@ class Channel:
         last_words: tells peers that still need this rank how far it came, where it ends without an error.
     """
 
-    last_words: Callable[[], str] | None = None
-
     def __init__(self, communicator: Communicator, name: str) -> None:
         self.name = name
         self._communicator = communicator
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._broken: BaseException | None = None
         self._closed = False
+        self.last_words: Callable[[], str] = lambda: "ended without an error"
         # A daemon: a script that raises must end although this thread waits for a peer.
         self._thread = threading.Thread(target=self._run, name=f"overlap-{name}", daemon=True)
         self._thread.start()
@@ -94,16 +92,14 @@ class Channel:
         """Run `work` on the channel's thread, in order with the rest, and wait for it."""
         return self.submit(work, "set-up").wait()
 
-    def close(self, reason: str = _ENDED) -> None:
+    def close(self) -> None:
         """Finish what is queued if peers allow, leave the group and end the thread."""
         if self._closed:
             return
         self._closed = True
         self._queue.put(None)
         self._thread.join(_JOIN_S if self._broken is None else 0)
-        if reason == _ENDED and self.last_words is not None:
-            reason = self.last_words()
-        self._communicator.close(reason)
+        self._communicator.close(self.last_words())
         self._thread.join(_JOIN_S)
 
 
@@ -148,11 +144,11 @@ class Engine:
         for channel in channels:
             channel.abort(reason, culprit)
 
-    def close(self, reason: str = _ENDED) -> None:
+    def close(self) -> None:
         """End all channels and leave the job. Idempotent."""
         self._closed = True
         with self._lock:
             channels, self._channels = self._channels, []
         for channel in channels:
-            channel.close(reason)
-        self.communicator.close(reason)
+            channel.close()
+        self.communicator.close()

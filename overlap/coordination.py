@@ -253,16 +253,15 @@ def _copied(x: Any) -> tuple[str, Any, Span]:
 
 
 def _copied_tensor(x: torch.Tensor) -> tuple[str, Any, Span]:
-    from overlap.frameworks.torch.tensors import bytes_of, dtype_of
+    from overlap.frameworks.torch.tensors import dtype_of, span_of, values_of
 
     if x.device.type != "cpu":
         raise ValueError(f"x is on {x.device}, but only CPU tensors can be averaged yet: use x.cpu()")
     if str(x.layout) != "torch.strided":
         raise ValueError(f"x is of layout {x.layout}: use x.to_dense()")
     dtype = dtype_of("x", x)
-    copy = x.detach().resolve_conj().resolve_neg().clone().contiguous()
-    span = Span.wrap(bytes_of(copy).view(dtype.storage), dtype)
-    return f"a tensor of {dtype.value}, shape {tuple(copy.shape)}", copy, span
+    copy = values_of(x.detach().clone())
+    return f"a tensor of {dtype.value}, shape {tuple(copy.shape)}", copy, span_of(copy, dtype)
 
 
 def _hash(update: Callable[[Any], None], value: Any) -> None:
@@ -292,7 +291,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _hash_tensor(update: Callable[[Any], None], tensor: torch.Tensor) -> None:
-    from overlap.frameworks.torch.tensors import bytes_of
+    from overlap.frameworks.torch.tensors import bytes_of, values_of
 
     update(f"tensor {tensor.dtype} {tuple(tensor.shape)};".encode())
-    update(bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()))
+    update(bytes_of(values_of(tensor)))

@@ -71,16 +71,25 @@ def shard(data: Any, *, seed: int = 0, evaluation: bool = False) -> Any:
 
         runtime.init()
         return shard_loader(data, runtime.rank(), runtime.size(), seed, evaluation)
-    if sets is not None and isinstance(data, sets.Dataset):
-        from overlap.frameworks.torch.sampler import shard_dataset
+    if sets is not None and isinstance(data, sets.IterableDataset):
+        from overlap.frameworks.torch.sampler import ShardedStream
 
         runtime.init()
-        return shard_dataset(data, runtime.rank(), runtime.size())
+        return ShardedStream(data, runtime.rank(), runtime.size())
+    if sets is not None and isinstance(data, sets.Dataset):
+        if not hasattr(data, "__len__"):
+            raise TypeError(f"data set {type(data).__name__} has no length (__len__), so it can't be shared")
+        return sets.Subset(data, _part(range(len(data))))
     if not _is_sequence(data):
         raise TypeError(
             f"data must be a torch DataLoader or Dataset, an array, a tensor or a sequence, not "
             f"{type(data).__name__}"
         )
+    return _part(data)
+
+
+def _part(data: Any) -> Any:
+    """This rank's consecutive elements."""
     runtime.init()
     count, rank, size = len(data), runtime.rank(), runtime.size()
     return data[count * rank // size : count * (rank + 1) // size]

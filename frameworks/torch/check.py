@@ -12,9 +12,9 @@ import torch
 
 from overlap.comm.backends.base import Communicator
 from overlap.comm.errors import MismatchError
-from overlap.comm.objects import allgather_bytes
+from overlap.comm.objects import allgather_bytes, are_equal
 
-from .tensors import bytes_of
+from .tensors import bytes_of, values_of
 
 _SHOWN = 8  # elements of a list that a message shows
 
@@ -54,8 +54,7 @@ def check_replicas(
     items = dict(_items(parameters, optimizer, scaler))
     # Sorted: ranks may have set the same options in another order.
     sorted_items = json.dumps(items, sort_keys=True).encode()
-    digests = allgather_bytes(communicator, hashlib.sha256(sorted_items).digest())
-    if len(set(digests)) == 1:
+    if are_equal(communicator, sorted_items):
         return
     replicas = [_load(each) for each in allgather_bytes(communicator, json.dumps(items).encode())]
     raise MismatchError(_first_difference(replicas))
@@ -140,7 +139,7 @@ def _describe_parts(kind: str, parts: Sequence[object]) -> tuple[str, str]:
 
 def _describe_tensor(tensor: torch.Tensor) -> tuple[str, str]:
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    values = values_of(tensor)
     shown = f"a {dtype} tensor of shape {shape}" if shape else f"tensor({values.item()!r}, {dtype})"
     return shown, _digest(f"{dtype} {shape} ".encode(), bytes_of(values).data)
 

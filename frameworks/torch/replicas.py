@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -11,10 +10,10 @@ import torch
 
 from overlap.comm.backends.base import Communicator
 from overlap.comm.errors import MismatchError
-from overlap.comm.objects import allgather_bytes
+from overlap.comm.objects import allgather_bytes, are_equal
 from overlap.comm.span import Span
 
-from .tensors import bytes_of
+from .tensors import bytes_of, values_of
 
 
 def check_same_model(model: torch.nn.Module, options: dict[str, Any], communicator: Communicator) -> None:
@@ -30,11 +29,10 @@ def check_same_model(model: torch.nn.Module, options: dict[str, Any], communicat
             shape = str(tuple(tensor.shape))
             description.append([kind, name, shape, str(tensor.dtype).removeprefix("torch."), state])
     data = json.dumps(description).encode()
-    digests = allgather_bytes(communicator, hashlib.sha256(data).digest())
-    if len(set(digests)) == 1:
+    if are_equal(communicator, data):
         return
     descriptions = [json.loads(each) for each in allgather_bytes(communicator, data)]
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    other = next(rank for rank, each in enumerate(descriptions) if each != descriptions[0])
     raise MismatchError(_first_difference(descriptions[0], descriptions[other], other))
 
 
@@ -70,7 +68,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], communicator: Communicato
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
-            values = tensor.detach().contiguous()
+            values = values_of(tensor)
             memory = bytes_of(values)
             communicator.broadcast(Span.wrap(memory), root)
             if values.data_ptr() != tensor.data_ptr():

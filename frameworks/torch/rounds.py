@@ -32,12 +32,13 @@ from . import hooks
 from .record import Record, check_records
 from .slots import UNPLANNED, BucketSlots, Slot
 from .sparse import average_sparse
-from .tensors import bytes_of, dtype_of
+from .tensors import dtype_of, span_of
 from .turn import Next, Turn, check_weights, divisor_of
 from .weights import Weights
 
 # The bucket number in the tags of what is no bucket.
 _NO_BUCKET = 0xFFFF
+_DOING = {Next.ROUND: "the start of a backward", Next.STEP: "optimizer.step()", Next.JOIN: "join"}
 
 
 class Rounds:
@@ -87,9 +88,7 @@ class Rounds:
         self._open = False  # a backward has made gradients, and its end has not come
         self._order: list[int] = []  # in which gradients came that are in no bucket
         self._flying: list[Handle[None]] = []
-        self._opening: Handle[list[Turn]] | None = (
-            None  # of the open round, if this rank's backward opened it
-        )
+        self._opening: Handle[list[Turn]] | None = None  # of the open round, where a backward opened it
         self._divisor: float | None = None  # of the round's average; the engine's thread sets and reads it
         self._passes, self._local_passes = passes, 0
         self._local_open = False  # a local backward has made gradients
@@ -133,8 +132,7 @@ class Rounds:
             self._divisor = divisor_of(turns)
             return turns
 
-        doing = {Next.ROUND: "the start of a backward", Next.STEP: "optimizer.step()", Next.JOIN: "join"}
-        return self.submit(work, doing[what])
+        return self.submit(work, _DOING[what])
 
     def submit(
         self, work: Callable[[Communicator], Any], doing: str, bucket: int = _NO_BUCKET
@@ -165,7 +163,8 @@ class Rounds:
 
     def end_local(self) -> None:
         self._local_open = False
-        self._local_passes += 0 if self._paused else 1
+        if not self._paused:
+            self._local_passes += 1
 
     def _open_round(self) -> None:
         self._open = True
@@ -268,8 +267,7 @@ class Rounds:
             rest = torch.zeros(slot.slice.shape, dtype=slot.slice.dtype)
             if self._late[slot.index] and slot.parameter.grad is not None:
                 rest.copy_(slot.parameter.grad.detach())
-            dtype = self._parameters[slot.index].dtype
-            span = Span.wrap(bytes_of(rest).view(dtype.storage), dtype)
+            span = span_of(rest, self._parameters[slot.index].dtype)
             self.submit(partial(self._average, span), f"allreduce of what came late of {slot.name}").wait()
             slot.slice.add_(rest)
 

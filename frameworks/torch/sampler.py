@@ -10,10 +10,8 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     Sampler,
-    Subset,
     get_worker_info,
 )
 
@@ -125,16 +123,6 @@ class ShardedLoader:
         """
         if self._batches is not None:
             self._batches.epoch = epoch - 1
-
-
-def shard_dataset(dataset: Dataset[Any], rank: int, size: int) -> Subset[Any] | ShardedStream:
-    """See `overlap.shard`."""
-    if isinstance(dataset, IterableDataset):
-        return ShardedStream(dataset, rank, size)
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(f"data set {type(dataset).__name__} has no length (__len__), so it can't be shared")
-    count = len(dataset)
-    return Subset(dataset, range(count * rank // size, count * (rank + 1) // size))
 
 
 def shard_loader(loader: DataLoader[Any], rank: int, size: int, seed: int, evaluation: bool) -> ShardedLoader:

@@ -11,7 +11,7 @@ from overlap.comm.backends.base import Communicator
 from overlap.comm.dtype import Op
 from overlap.comm.span import Span
 
-from .tensors import bytes_of, dtype_of
+from .tensors import dtype_of, span_of
 
 
 class _Kind(IntEnum):
@@ -74,7 +74,7 @@ def _average_dense(
     dense = torch.zeros(parameter.shape, dtype=parameter.dtype)
     if gradient is not None:
         dense.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-    communicator.allreduce(_span(dense), Op.AVERAGE, divisor)
+    communicator.allreduce(span_of(dense, dtype_of("gradient", dense)), Op.AVERAGE, divisor)
     return dense
 
 
@@ -89,11 +89,7 @@ def _add_rows(
     indices[mine] = gradient.indices().T
     for each in (indices, values):
         width = each[0].numel() if total else 0
-        communicator.allgather(_span(each), [count * width for count in counts])
+        span = span_of(each, dtype_of("gradient", each))
+        communicator.allgather(span, [count * width for count in counts])
     summed = torch.sparse_coo_tensor(indices.T, values, gradient.shape, check_invariants=False).coalesce()
     return (summed / divisor).coalesce()
-
-
-def _span(tensor: torch.Tensor) -> Span:
-    dtype = dtype_of("gradient", tensor)
-    return Span.wrap(bytes_of(tensor).view(dtype.storage), dtype)

@@ -12,7 +12,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 
 class Stepper(Protocol):
-    """What steps are reported to; hashable, and referred to weakly."""
+    """What steps are reported to; hashable, and referred to weakly.
+
+    Attributes:
+        number: the order in which an optimizer that holds parameters of several reports to them.
+    """
+
+    number: int
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether its gradients are averaged by this one."""
@@ -21,9 +27,9 @@ class Stepper(Protocol):
         """All backwards of this step are done; returns the ranks' mean loss, None where there is none."""
 
 
-_steppers: WeakSet[Any] = WeakSet()
+_steppers: WeakSet[Stepper] = WeakSet()
 # Of each optimizer, whose parameters it has; an entry is good as long as its groups and the steppers are.
-_found: WeakKeyDictionary[Optimizer, tuple[object, list[Any]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[Optimizer, tuple[object, list[Stepper]]] = WeakKeyDictionary()
 _changes = 0
 
 
@@ -57,7 +63,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any
     return args, {**kwargs, "closure": averaged}
 
 
-def _of(optimizer: Optimizer) -> list[Any]:
+def _of(optimizer: Optimizer) -> list[Stepper]:
     """The steppers that own some of its parameters."""
     if not _steppers:
         return []
@@ -71,7 +77,7 @@ def _of(optimizer: Optimizer) -> list[Any]:
     return steppers
 
 
-def _averaged(closure: Callable[[], Any], optimizer: Optimizer, steppers: list[Any]) -> Callable[[], Any]:
+def _averaged(closure: Callable[[], Any], optimizer: Optimizer, steppers: list[Stepper]) -> Callable[[], Any]:
     """The closure with the mean of all ranks' losses: line searches would else part ways."""
 
     @wraps(closure)

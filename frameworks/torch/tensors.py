@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from overlap.comm.dtype import DType
-from overlap.comm.span import Buffer
+from overlap.comm.span import Buffer, Span
 
 _DTYPES = {getattr(torch, dtype.value): dtype for dtype in DType if hasattr(torch, dtype.value)}
 
@@ -29,6 +29,16 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     # Not reshape: one element is contiguous whatever its stride, and then can't be viewed as bytes.
     view: np.ndarray = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return view
+
+
+def span_of(tensor: torch.Tensor, dtype: DType) -> Span:
+    """A contiguous CPU tensor's memory as the engine's; aliases it."""
+    return Span.wrap(bytes_of(tensor).view(dtype.storage), dtype)
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values, contiguous, on the CPU, and without lazy conjugation or negation; may alias it."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def make_slice(buffer: Buffer, offset: int, like: torch.Tensor) -> torch.Tensor:

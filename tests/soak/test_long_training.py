@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.frameworks.torch.models import usage
+
 STEPS = 20_000
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -15,7 +17,6 @@ def train(steps: int) -> tuple[bytes, list[tuple[int, int, int]]]:
     """Returns this rank's parameters at the end, and (resident bytes, descriptors, threads) on the way."""
     import random
 
-    import psutil
     import torch
 
     import overlap
@@ -26,7 +27,7 @@ def train(steps: int) -> tuple[bytes, list[tuple[int, int, int]]]:
     attached = overlap.attach(layers, bucket_mb=0.03)
     optimizer = torch.optim.SGD(layers.parameters(), 1e-3)
     ours = random.Random(overlap.rank())
-    process, marks = psutil.Process(), []
+    marks = []
     for step in range(steps):
         used = ours.sample(range(8), ours.randint(1, 8))
         x = torch.randn(8, 64)
@@ -39,7 +40,7 @@ def train(steps: int) -> tuple[bytes, list[tuple[int, int, int]]]:
         x.square().mean().backward()
         optimizer.step()
         if step % (steps // 10) == 0:
-            marks.append((process.memory_info().rss, process.num_fds(), process.num_threads()))
+            marks.append(usage())
     attached.detach()
     return b"".join(p.detach().numpy().tobytes() for p in layers.parameters()), marks
 

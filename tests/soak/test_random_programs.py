@@ -12,23 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
 from overlap.launch import Ranks
+from tests.frameworks.torch.models import usage
 from tests.frameworks.torch.test_programs import programs, run_program
 
 SECONDS = float(os.environ.get("OVERLAP_SOAK_S", "3600"))
 SIZES = (2, 3, 4)
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(SECONDS + 600)]
-
-
-def usage() -> tuple[int, int, int]:
-    """This rank's resident bytes, descriptors and threads."""
-    import gc
-
-    import psutil
-
-    gc.collect()
-    process = psutil.Process()
-    return process.memory_info().rss, process.num_fds(), process.num_threads()
 
 
 @pytest.mark.parametrize("size", SIZES)

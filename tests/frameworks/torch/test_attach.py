@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import overlap
+from tests.frameworks.torch.models import linear
 
 
 def digest(model: nn.Module) -> str:
@@ -25,13 +26,6 @@ def digest(model: nn.Module) -> str:
         if parameter.grad is not None:
             sha.update(parameter.grad.reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
-
-
-def scalar(value: float = 1.0) -> nn.Linear:
-    """A linear 1-to-1 layer without bias."""
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(layer.weight, value)
-    return layer
 
 
 def train_beside_one_process(build, steps=4, bucket_mb=0.05, shape=(12,), batch=6, loop=None):
@@ -217,7 +211,7 @@ def test_autocast_scaler_and_clipping(ranks):
 def test_c001_unused_everywhere(ranks):
     def work():
         overlap.init()
-        model = nn.ModuleDict({"a": scalar(), "b": scalar()})
+        model = nn.ModuleDict({"a": linear(), "b": linear()})
         overlap.attach(model)
         rounds = []
         for _ in range(2):
@@ -232,7 +226,7 @@ def test_c001_unused_everywhere(ranks):
 def test_c004_other_branch_on_each_rank(ranks):
     def work():
         overlap.init()
-        model = nn.ModuleDict({"a": scalar(), "b": scalar()})
+        model = nn.ModuleDict({"a": linear(), "b": linear()})
         overlap.attach(model)
         grads = []
         for _ in range(3):
@@ -247,7 +241,7 @@ def test_c004_other_branch_on_each_rank(ranks):
 def test_use_changes_from_step_to_step(ranks):
     def work():
         overlap.init()
-        model = nn.ModuleDict({"a": scalar(), "b": scalar(), "c": scalar()})
+        model = nn.ModuleDict({"a": linear(), "b": linear(), "c": linear()})
         overlap.attach(model)
         grads = []
         for used in ("ab", "bc", "a", "abc", "c"):
@@ -296,7 +290,7 @@ def test_c007_embedding_tied_to_output(ranks):
 def test_c010_gradient_penalty(ranks):
     def work():
         overlap.init()
-        layer = scalar()
+        layer = linear()
         overlap.attach(layer)
         grads = []
         for _ in range(3):
@@ -313,7 +307,7 @@ def test_c010_gradient_penalty(ranks):
 def test_create_graph_does_not_poison_later_steps(ranks):
     def work():
         overlap.init()
-        layer = scalar()
+        layer = linear()
         overlap.attach(layer)
         grads = []
         for create_graph in (False, True, False, True):
@@ -348,7 +342,7 @@ def test_c011_two_forwards_through_batch_norm(ranks):
 def test_c016_no_sync_is_decided_at_backward(ranks):
     def work():
         overlap.init()
-        layer = scalar()
+        layer = linear()
         attached = overlap.attach(layer)
         x = torch.tensor([overlap.rank() + 1.0])
         first, second = layer(x), layer(10 * x)
@@ -461,7 +455,7 @@ def test_kept_gradient_stays(ranks):
 def test_unfrozen_everywhere_joins(ranks):
     def work():
         overlap.init()
-        model = nn.ModuleDict({"a": scalar(), "b": scalar(), "c": scalar()})
+        model = nn.ModuleDict({"a": linear(), "b": linear(), "c": linear()})
         model["a"].weight.requires_grad_(False)
         overlap.attach(model)
         grads = []
@@ -480,7 +474,7 @@ def test_unfrozen_everywhere_joins(ranks):
 def test_c070_unfrozen_on_one_rank(ranks):
     def work():
         overlap.init()
-        model = nn.ModuleDict({"a": scalar(), "b": scalar()})
+        model = nn.ModuleDict({"a": linear(), "b": linear()})
         model["a"].weight.requires_grad_(False)
         overlap.attach(model)
         for step in range(3):
@@ -510,7 +504,7 @@ def test_backward_that_raises_on_one_rank(ranks):
 
     def work():
         overlap.init()
-        model = nn.Sequential(scalar(), scalar())
+        model = nn.Sequential(linear(), linear())
         overlap.attach(model)
         x = torch.tensor([overlap.rank() + 1.0])
         seen = []
@@ -535,7 +529,7 @@ def test_backward_that_raises_on_one_rank(ranks):
 def test_other_number_of_backwards_is_an_error(ranks):
     def work():
         overlap.init()
-        model = scalar()
+        model = linear()
         overlap.attach(model)
         model(torch.ones(1)).sum().backward()
         if overlap.rank() == 0:
@@ -549,7 +543,7 @@ def test_other_number_of_backwards_is_an_error(ranks):
 def test_two_models_at_once(ranks):
     def work():
         overlap.init()
-        generator, critic = scalar(2.0), scalar(3.0)
+        generator, critic = linear(value=2.0), linear(value=3.0)
         overlap.attach(generator)
         overlap.attach(critic)
         x = torch.tensor([overlap.rank() + 1.0])
@@ -565,7 +559,7 @@ def test_two_models_at_once(ranks):
 def test_backward_in_a_forked_child_is_local(ranks):
     def work():
         overlap.init()
-        layer = scalar()
+        layer = linear()
         overlap.attach(layer)
         x = torch.tensor([overlap.rank() + 1.0])
         layer(x).sum().backward()
@@ -586,7 +580,7 @@ def test_backward_in_a_forked_child_is_local(ranks):
 def test_detach_and_attach_again(ranks):
     def work():
         overlap.init()
-        layer = scalar()
+        layer = linear()
         attached = overlap.attach(layer)
         with pytest.raises(ValueError, match="'weight' is attached already"):
             overlap.attach(layer)
@@ -666,7 +660,7 @@ def test_gradients_are_kept_once():
 
 
 def test_world_of_one_sends_nothing():
-    layer = scalar()
+    layer = linear()
     try:
         attached = overlap.attach(layer)
         layer(torch.ones(1)).sum().backward()
@@ -715,7 +709,7 @@ def test_attached_that_is_dropped_goes_on(ranks):
         import gc
 
         overlap.init()
-        layer = scalar()
+        layer = linear()
         overlap.attach(layer)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
         gc.collect()

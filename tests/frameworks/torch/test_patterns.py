@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 import overlap
+from tests.frameworks.torch.models import usage
 
 
 def test_c013_depthwise_convolution_in_channels_last_warns_of_nothing(ranks):
@@ -101,8 +102,6 @@ def test_complex_parameters(ranks):
 
 def test_c097_nothing_grows(ranks):
     def work():
-        import psutil
-
         overlap.init()
         layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
         attached = overlap.attach(layers)
@@ -115,8 +114,7 @@ def test_c097_nothing_grows(ranks):
             layers(x).square().mean().backward()
             optimizer.step()
             if step in (300, 2999):
-                process = psutil.Process()
-                sizes.append((process.memory_info().rss, process.num_fds(), process.num_threads()))
+                sizes.append(usage())
         return sizes
 
     for (before, *others), (after, *others_after) in ranks(2).run(work):

@@ -11,12 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 import overlap
-
-
-def linear(inputs: int = 1, value: float = 1.0, dtype=torch.float32) -> nn.Linear:
-    layer = nn.Linear(inputs, 1, bias=False, dtype=dtype)
-    nn.init.constant_(layer.weight, value)
-    return layer
+from tests.frameworks.torch.models import linear
 
 
 def test_c002_no_backward_at_all_on_one_rank(ranks):
