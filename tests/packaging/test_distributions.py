@@ -23,12 +23,16 @@ NAME = f"overlap_training-{overlap.__version__}"
 pytestmark = pytest.mark.timeout(300)
 
 
-def checked(*command: str | Path, cwd: Path) -> str:
+def started(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     # Without variables that lead Python or a launched rank to the checkout's own modules.
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(
+    return subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=280
     )
+
+
+def checked(*command: str | Path, cwd: Path) -> str:
+    done = started(*command, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -91,13 +95,7 @@ def test_wheel_holds_every_module_and_nothing_compiled(wheel):
 
 def test_wheel_needs_no_framework(empty):
     code = "import overlap; print(overlap.__file__); overlap.init(); print(overlap.size()); import torch"
-    done = subprocess.run(
-        [str(empty / "venv/bin/python"), "-P", "-c", code],
-        cwd=empty,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = started(empty / "venv/bin/python", "-P", "-c", code, cwd=empty)
     where, size = done.stdout.splitlines()
     assert where.startswith(str(empty))
     assert size == "1"
