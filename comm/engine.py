@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from overlap.comm.backends.base import Communicator
 from overlap.comm.errors import CommError, MismatchError, account_of
@@ -80,6 +81,7 @@ class Channel:
             handle.finish(result, error, time.perf_counter())
             # Not to keep the last bucket's memory alive while the queue is empty.
             del item, work, handle, result, error
+        self._communicator.close(self.last_words())
 
     def _break(self, error: BaseException) -> None:
         self._broken = error
@@ -102,6 +104,10 @@ class Channel:
         self._communicator.close(self.last_words())
         self._thread.join(_JOIN_S)
 
+    def let_go(self) -> None:
+        """`close`, done by the thread itself: waits for nothing, so that a finalizer may call it."""
+        self._queue.put(None)
+
 
 class Engine:
     """The communicators of one process in one job.
@@ -113,7 +119,8 @@ class Engine:
 
     def __init__(self, world: World, communicator: Communicator) -> None:
         self.world, self.communicator = world, communicator
-        self._channels: list[Channel] = []
+        # A channel lives as long as its thread, whatever becomes of its user.
+        self._channels: WeakSet[Channel] = WeakSet()
         # Channels are opened and closed by the main thread while `abort` may come from any.
         self._lock = threading.Lock()
         self._closed = False
@@ -126,14 +133,13 @@ class Engine:
         assert communicator is not None  # every rank gave a color
         channel = Channel(communicator, name)
         with self._lock:
-            self._channels.append(channel)
+            self._channels.add(channel)
         return channel
 
     def close_channel(self, channel: Channel) -> None:
         """End a channel's thread; ranks need not do so at the same time."""
         with self._lock:
-            if channel in self._channels:
-                self._channels.remove(channel)
+            self._channels.discard(channel)
         channel.close()
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
@@ -148,7 +154,8 @@ class Engine:
         """End all channels and leave the job. Idempotent."""
         self._closed = True
         with self._lock:
-            channels, self._channels = self._channels, []
+            channels = list(self._channels)
+            self._channels.clear()
         for channel in channels:
             channel.close()
         self.communicator.close()

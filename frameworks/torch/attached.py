@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ from overlap.comm.engine import Channel, Engine
 from overlap.comm.errors import BackwardAborted
 from overlap.comm.stats import Stats
 
-from . import steps
+from . import lifetime, steps
 from .check import check_replicas
 from .replicas import broadcast_state, broadcast_tensors
 from .rounds import Rounds
@@ -63,10 +64,13 @@ class Attached:
             self._take_part()
 
     def _take_part(self) -> Rounds:
-        self._channel = self._engine.open_channel("gradients")
-        self._channel.last_words = self._last_words
+        self._channel = channel = self._engine.open_channel("gradients")
+        channel.last_words = _weak(self._last_words)
+        # At exit `shutdown` closes it.
+        weakref.finalize(self, channel.let_go).atexit = False
         slots = [Slot(index, name, p) for index, (name, p) in enumerate(self._named.items())]
-        self._rounds = Rounds(self, self._channel, slots, sparse_parameters(self._model), *self._options)
+        self._rounds = Rounds(channel, slots, sparse_parameters(self._model), *self._options)
+        lifetime.keep(self, self._named.values())
         steps.register(self)
         return self._rounds
 
@@ -138,8 +142,9 @@ class Attached:
     def detach(self) -> None:
         """Remove the hooks: backwards are local from now on. Gradients stay as they are. Idempotent.
 
-        Until then hooks keep the model alive, also where nobody else refers to it: a program that makes one
-        model after the other detaches each.
+        A model that is dropped needs no `detach`: its memory and its channel go with the garbage collection
+        that finds it. Only where `weight` was set does it live until `detach`: torch's nodes, which have the
+        hooks then, refer to parameters where the collector can't see it.
         """
         self.detached = True
         steps.unregister(self)
@@ -147,6 +152,7 @@ class Attached:
         channel, self._channel = self._channel, None
         if rounds is not None and channel is not None:
             rounds.close()
+            lifetime.let_go(self._named.values())
             self._engine.close_channel(channel)
 
     # -- steps -------------------------------------------------------------------------------------------
@@ -217,3 +223,14 @@ class Attached:
             f"ended after {made}; unless its own output says why, give every rank as many batches "
             "(overlap.shard does), or put the loop into attached.join()"
         )
+
+
+def _weak(words: Callable[[], str]) -> Callable[[], str]:
+    """The channel outlives a dropped model for a moment, and must not keep it."""
+    method = weakref.WeakMethod(words)
+
+    def last_words() -> str:
+        words = method()
+        return "dropped its model" if words is None else words()
+
+    return last_words

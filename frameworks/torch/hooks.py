@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,11 +26,11 @@ class Listener(BackwardListener, Protocol):
     """What hooks report to.
 
     Attributes:
-        idle: no round is open, or a `no_sync` block is.
+        gate: of all its hooks.
         touched: a byte a parameter that hooks set; see `Record`.
     """
 
-    idle: bool
+    gate: Gate
     touched: bytearray
 
     def begin(self) -> bool:
@@ -41,20 +43,29 @@ class Listener(BackwardListener, Protocol):
         """The last accumulation that this parameter's gradient is expected to get."""
 
 
+class Gate:
+    """Where a model's hooks look first: closed while no round is open, or a `no_sync` block is.
+
+    Torch's engine refers to hooks where Python's garbage collector can't see it: what a hook refers to lives
+    as long as its parameter. So it refers to this, and only an open gate refers to the model's slots, which
+    lead back to parameters; `lifetime.keep` lets the parameters own them.
+
+    Attributes:
+        slots: of all parameters, while it is open.
+        listener: a weak reference.
+    """
+
+    __slots__ = ("listener", "slots")
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = weakref.ref(listener)
+        self.slots: Sequence[Slot] | None = None
+
+
 def register(slot: Slot, listener: Listener) -> Any:
     """Register the post-accumulate hook of one parameter; returns the handle that removes it."""
-    parameter, index, touched = slot.parameter, slot.index, listener.touched
-
-    def accumulated(_: torch.Tensor) -> None:
-        touched[index] = 1
-        if listener.idle and not listener.begin():
-            return
-        slot.left = left = slot.left - 1
-        if left == 0:
-            listener.ready(slot)
-        elif left < 0:
-            listener.unexpected(slot)
-
+    parameter, slot.listener = slot.parameter, listener
+    accumulated = _make_hook(slot.index, slot.name, listener.touched, listener.gate)
     if parameter.requires_grad:
         return parameter.register_post_accumulate_grad_hook(accumulated)
     # Torch refuses hooks on frozen parameters, but keeps them when one is frozen: so thaw it for a moment.
@@ -63,6 +74,36 @@ def register(slot: Slot, listener: Listener) -> Any:
         return parameter.register_post_accumulate_grad_hook(accumulated)
     finally:
         parameter.requires_grad_(False)
+
+
+def _make_hook(index: int, name: str, touched: bytearray, gate: Gate) -> Callable[[torch.Tensor], None]:
+    def accumulated(_: torch.Tensor) -> None:
+        touched[index] = 1
+        slots = gate.slots
+        if slots is None:
+            listener = gate.listener()
+            if listener is None:
+                raise _gone(name)
+            if not listener.begin():
+                return
+            slots = gate.slots
+            assert slots is not None  # `begin` has opened it
+        slot = slots[index]
+        slot.left = left = slot.left - 1
+        if left == 0:
+            slot.listener.ready(slot)
+        elif left < 0:
+            slot.listener.unexpected(slot)
+
+    return accumulated
+
+
+def _gone(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the attached model of {name!r} was dropped before this backward, so that nothing averages its "
+        "gradients: keep the model until its last backward is over, or call detach() of what overlap.attach "
+        "returned"
+    )
 
 
 class EndOfBackward:

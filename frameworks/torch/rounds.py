@@ -45,7 +45,6 @@ class Rounds:
     """The rounds of one attached model; listens to its hooks.
 
     Args:
-        owner: lives as long as the hooks do, although users may drop it.
         channel: of this model alone.
         slots: of all parameters.
         sparse: `id`s of the parameters whose gradients are sparse, and in no bucket.
@@ -59,15 +58,13 @@ class Rounds:
 
     def __init__(
         self,
-        owner: object,
         channel: Channel,
         slots: Sequence[Slot],
         sparse: set[int],
         limits: tuple[int, int],
         passes: int,
     ) -> None:
-        self._owner = owner
-        self.idle = True
+        self.gate = hooks.Gate(self)
         self.touched, self._late = bytearray(len(slots)), bytearray(len(slots))
         self.weights = Weights(slots, lambda slot: not self.touched[slot.index])
         self.recorder = Recorder()
@@ -99,7 +96,7 @@ class Rounds:
     def pause(self, depth: int) -> None:
         """Add `depth` to that of the `no_sync` blocks."""
         self._paused += depth
-        self._set_idle()
+        self._set_gate()
 
     def can_step(self) -> bool:
         """Whether this is the rank's own process, outside of a backward."""
@@ -168,7 +165,7 @@ class Rounds:
 
     def _open_round(self) -> None:
         self._open = True
-        self._set_idle()
+        self._set_gate()
         self._round += 1
 
     def unexpected(self, slot: Slot) -> None:
@@ -218,10 +215,10 @@ class Rounds:
 
     def _close(self) -> None:
         self._open = False
-        self._set_idle()
+        self._set_gate()
 
-    def _set_idle(self) -> None:
-        self.idle = self._paused > 0 or not self._open
+    def _set_gate(self) -> None:
+        self.gate.slots = self._slots if self._open and not self._paused else None
 
     def _send(self, bucket: int) -> None:
         slots = self._buckets[bucket]

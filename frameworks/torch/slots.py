@@ -36,6 +36,7 @@ class Slot:
             makes it ready. UNPLANNED while it is in no bucket.
         left: how many of them are to come in this round; below zero it came more often.
         small: it is copied with the rest of its bucket.
+        listener: what its hook reports to.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class Slot:
         "expected",
         "index",
         "left",
+        "listener",
         "name",
         "parameter",
         "slice",
@@ -53,6 +55,7 @@ class Slot:
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
         self.index, self.name, self.parameter = index, name, parameter
+        self.listener: Any = None
         self.bucket = 0
         self.slice: torch.Tensor | None = None
         self.expected = self.left = UNPLANNED

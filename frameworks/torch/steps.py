@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -29,7 +29,8 @@ class Stepper(Protocol):
 
 _steppers: WeakSet[Stepper] = WeakSet()
 # Of each optimizer, whose parameters it has; an entry is good as long as its groups and the steppers are.
-_found: WeakKeyDictionary[Optimizer, tuple[object, list[Stepper]]] = WeakKeyDictionary()
+# Weak, for a model may refer to its optimizer.
+_found: WeakKeyDictionary[Optimizer, tuple[object, list[ReferenceType[Stepper]]]] = WeakKeyDictionary()
 _changes = 0
 
 
@@ -68,13 +69,13 @@ def _of(optimizer: Optimizer) -> list[Stepper]:
     if not _steppers:
         return []
     state = (_changes, tuple(len(group["params"]) for group in optimizer.param_groups))
-    known, steppers = _found.get(optimizer, (None, []))
+    known, found = _found.get(optimizer, (None, []))
     if known != state:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         steppers = [each for each in _steppers if any(map(each.owns, parameters))]
-        steppers.sort(key=lambda stepper: stepper.number)
-        _found[optimizer] = (state, steppers)
-    return steppers
+        found = [ref(each) for each in sorted(steppers, key=lambda stepper: stepper.number)]
+        _found[optimizer] = (state, found)
+    return [stepper for each in found if (stepper := each()) is not None]
 
 
 def _averaged(closure: Callable[[], Any], optimizer: Optimizer, steppers: list[Stepper]) -> Callable[[], Any]:

@@ -719,3 +719,151 @@ def test_attached_that_is_dropped_goes_on(ranks):
         return layer.weight.item()
 
     assert ranks(2).run(work) == [0.5, 0.5]
+
+
+def test_parameters_keep_averaging_without_their_module(ranks):
+    """Also those that came in a container which nobody keeps."""
+
+    def work():
+        import gc
+
+        overlap.init()
+        layers = [linear(), linear()]
+        overlap.attach(nn.ModuleList(layers))
+        averages = []
+        for step in range(3):
+            gc.collect()
+            for layer in layers:
+                layer.weight.grad = None
+            layers[1](layers[0](torch.full((1,), overlap.rank() + step + 1.0))).sum().backward()
+            averages.append([layer.weight.grad.item() for layer in layers])
+        return averages
+
+    assert ranks(2).run(work) == [[[1.5, 1.5], [2.5, 2.5], [3.5, 3.5]]] * 2
+
+
+def test_dropped_models_leave_nothing(ranks):
+    """20 of them, one of which refers to its optimizer; memory, descriptors and threads stay as they were."""
+
+    def work():
+        import gc
+        import threading
+        import weakref
+
+        def train(aborts):
+            model = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 1))
+            model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            overlap.attach(model)
+            for _ in range(2):
+                model.optimizer.zero_grad()
+                model(torch.ones(1, 1000)).sum().backward()
+                model.optimizer.step()
+            if aborts:
+                hidden = model(torch.ones(1, 1000))
+                hidden.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    hidden.sum().backward()
+            return [weakref.ref(p) for p in model.parameters()]
+
+        def held():
+            with open("/proc/self/maps") as maps:
+                shared = sum("memfd:overlap" in line for line in maps)
+            with open("/proc/self/statm") as statm:
+                pages = int(statm.read().split()[1])
+            return (shared, len(os.listdir("/proc/self/fd")), threading.active_count()), pages
+
+        overlap.init()
+        before = threading.active_count()
+        for number in range(20):
+            parameters = train(aborts=number % 2)
+            gc.collect()
+            assert not any(parameter() for parameter in parameters)
+            for thread in threading.enumerate():
+                if thread.name == "overlap-gradients":
+                    thread.join(30)
+            if number == 4:
+                first, first_pages = held()
+        last, last_pages = held()
+        return first == last, last[2] - before, (last_pages - first_pages) * os.sysconf("SC_PAGESIZE")
+
+    for same, threads, grown in ranks(2).run(work):
+        assert same
+        assert threads == 0
+        assert grown < 4_000_000  # a model's gradients are 2 MB, of which 15 more were made
+
+
+def test_a_dropped_model_leaves_peers_an_account(ranks):
+    """Rank 1 has dropped its model; rank 0, which still trains, is told so."""
+
+    def work():
+        import gc
+
+        overlap.init()
+        layer = linear()
+        overlap.attach(layer)
+        layer(torch.ones(1)).sum().backward()
+        if overlap.rank() == 1:
+            del layer
+            gc.collect()
+            return None
+        with pytest.raises(overlap.PeerLost, match="rank 1 dropped its model"):
+            layer(torch.ones(1)).sum().backward()
+        return True
+
+    assert ranks(2).run(work) == [True, None]
+
+
+def test_copies_and_pickles_of_attached_parameters_are_plain(ranks):
+    def work():
+        import gc
+
+        overlap.init()
+        layer = linear()
+        layer.weight.note = "kept"
+        attached = overlap.attach(layer)
+        file = io.BytesIO()
+        torch.save(list(layer.parameters()), file)
+        bare = io.BytesIO(file.getvalue())
+        copies = [copy.deepcopy(layer).weight, copy.copy(layer.weight), *torch.load(bare, weights_only=False)]
+        names = [each.note for each in copies[1:]]
+        attached.detach()
+        gc.collect()
+        kinds = {type(vars(each)) for each in [layer.weight, *copies]}
+        return kinds == {dict}, names, b"overlap" in bare.getvalue()
+
+    assert ranks(2).run(work) == [(True, ["kept", "kept"], False)] * 2
+
+
+def test_a_model_that_only_a_graph_refers_to_is_still_averaged(ranks):
+    def work():
+        import gc
+
+        overlap.init()
+        layer = linear()
+        overlap.attach(layer)
+        loss = (layer.weight * (overlap.rank() + 1)).sum()
+        accumulate = loss.grad_fn.next_functions[0][0].next_functions[0][0]
+        del layer
+        gc.collect()
+        loss.backward()
+        return accumulate.variable.grad.item()
+
+    assert ranks(2).run(work) == [1.5, 1.5]
+
+
+def test_a_hook_that_nothing_averages_for_raises(ranks):
+    """Never local gradients in silence."""
+
+    def work():
+        import gc
+
+        overlap.init()
+        layer = linear()
+        overlap.attach(layer)
+        layer.weight.__dict__ = {}
+        gc.collect()
+        with pytest.raises(RuntimeError, match="'weight' was dropped before this backward"):
+            layer(torch.ones(1)).sum().backward()
+        return True
+
+    assert ranks(2).run(work) == [True, True]
