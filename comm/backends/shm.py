@@ -224,9 +224,13 @@ class ShmCommunicator(DirectCommunicator):
         segment, error = self._share_segment(self.size * step)
         # Nobody goes on with memory that another rank could not map.
         fine = self._exchange_table(Call("allocate", length=nbytes, tag=self.tag), [segment is not None])
-        if segment is None or not all(flag for (flag,) in fine):
+        lacking = [self._links.members[rank] for rank, (flag,) in enumerate(fine) if not flag]
+        if segment is None or lacking:
             raise MemoryError(
-                f"{self.size} x {nbytes} bytes of shared memory could not be mapped on every rank"
+                f"{self.size} x {nbytes} bytes of shared memory could not be mapped on every rank: "
+                # The first makes it: where it could not, none of the others could have.
+                f"rank {lacking[0]} could not. Free memory there, raise its limit (the container's, or "
+                "`ulimit -v`), start fewer ranks on this host, or train a smaller model"
             ) from error
         self._buffers += 1
         parts = tuple(segment.bytes[r * step : r * step + nbytes] for r in range(self.size))

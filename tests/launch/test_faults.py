@@ -263,7 +263,10 @@ big.weight.sum().backward()
     job.wait_for("[0] limited", "[1] limited")
     code, errors = job.ends()
     assert code == 1
-    expected = re.compile(r"MemoryError: 2 x 320\d+ bytes of shared memory could not be mapped on every rank")
+    expected = re.compile(
+        r"MemoryError: 2 x 320\d+ bytes of shared memory could not be mapped on every rank: "
+        rf"rank {limited} could not\. Free memory there"
+    )
     assert sum(bool(expected.search(line)) for line in errors) == 2, errors
 
 
