@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,38 @@ def test_import_is_quick_and_loads_no_framework():
         if took <= 0.15:
             return
     pytest.fail(f"import overlap took {min(times):.3f} s at best, 0.15 s are allowed")
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version: the one that runs, one on the PATH, or one of pyenv's."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [sys.executable, shutil.which(f"python{version}")]
+    candidates += [str(path) for path in versions.glob(f"{version}.*/bin/python{version}")]
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    for candidate in filter(None, candidates):
+        # Asked, for pyenv has a stand-in on the PATH for each version, which may lead nowhere.
+        done = subprocess.run([candidate, "-c", code], capture_output=True, text=True, timeout=60)
+        if done.stdout.strip() == version:
+            return candidate
+    return None
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_c092_import_warns_of_nothing(version, tmp_path):
+    """Compiled anew, for a warning about syntax comes only then; without any library."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} on this machine")
+    command = [python, "-W", "error", "-S", "-X", f"pycache_prefix={tmp_path}", "-c", "import overlap"]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # The files that this import has not loaded must compile without a warning, too.
+    rooms = [str(ROOT / name) for name in ("overlap", "comm", "frameworks")]
+    command[-2:] = ["-m", "compileall", "-q", "-f", *rooms]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_public_names_are_sorted_importable_and_documented():
