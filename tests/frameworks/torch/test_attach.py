@@ -625,6 +625,25 @@ def test_buckets_leave_while_backward_runs(ranks):
         assert all(all(round) and len(round) == 6 for round in later)
 
 
+def test_one_parameter_of_400_mb(ranks):
+    """One bucket far larger than a bucket's limit, averaged and read to its last element."""
+
+    def work():
+        overlap.init()
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.zeros(100_000_000))
+        overlap.attach(model)
+        factors = torch.arange(1000.0).mul_(overlap.rank() + 1)
+        found = []
+        for _ in range(2):  # the second with a plan
+            model.weight.grad = None
+            (model.weight.view(-1, 1000) @ factors).sum().backward()
+            found.append(bool((model.weight.grad.view(-1, 1000) == torch.arange(1000.0) * 1.5).all()))
+        return found
+
+    assert ranks(2).run(work) == [[True, True]] * 2
+
+
 def test_ten_thousand_parameters(ranks):
     def work():
         overlap.init()
