@@ -37,7 +37,7 @@ bench: $(VENV)/test.stamp
 	$(BIN)/overlap bench step
 
 soak: $(VENV)/test.stamp
-	@$(BIN)/python -m pytest -m soak $(ARGS)
+	@$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
