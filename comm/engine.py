@@ -16,6 +16,8 @@ from weakref import WeakSet
 from overlap.comm.backends.base import Communicator
 from overlap.comm.errors import CommError, MismatchError, account_of
 from overlap.comm.handle import Handle
+from overlap.comm.named import NamedOperations
+from overlap.comm.request import WORLD
 from overlap.comm.world import World
 
 T = TypeVar("T")
@@ -115,21 +117,22 @@ class Engine:
     Attributes:
         world: who is in the job.
         communicator: joins all ranks; for set-up, from the main thread.
+        named: operations in any order, from any thread.
     """
 
-    def __init__(self, world: World, communicator: Communicator) -> None:
-        self.world, self.communicator = world, communicator
+    def __init__(self, world: World, communicator: Communicator, named: NamedOperations) -> None:
+        self.world, self.communicator, self.named = world, communicator, named
         # A channel lives as long as its thread, whatever becomes of its user.
         self._channels: WeakSet[Channel] = WeakSet()
         # Channels are opened and closed by the main thread while `abort` may come from any.
         self._lock = threading.Lock()
         self._closed = False
 
-    def open_channel(self, name: str) -> Channel:
-        """Collective: a channel with a duplicate of the world's communicator."""
+    def open_channel(self, name: str, group: int = WORLD) -> Channel:
+        """Collective over a process set (the world, unless given): a channel of its ranks."""
         if self._closed:
             raise CommError("overlap was shut down: call overlap.init() again")
-        communicator = self.communicator.split(0)
+        communicator = self.communicator.split(0) if group == WORLD else self.named.duplicate(group)
         assert communicator is not None  # every rank gave a color
         channel = Channel(communicator, name)
         with self._lock:
@@ -149,6 +152,7 @@ class Engine:
         self.communicator.abort(reason, culprit)
         for channel in channels:
             channel.abort(reason, culprit)
+        self.named.abort(reason, culprit)
 
     def close(self) -> None:
         """End all channels and leave the job. Idempotent."""
@@ -158,4 +162,5 @@ class Engine:
             self._channels.clear()
         for channel in channels:
             channel.close()
+        self.named.close()
         self.communicator.close()

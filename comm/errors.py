@@ -67,6 +67,10 @@ class MismatchError(CommError):
     """Ranks asked for different things where they must ask for the same; the engine goes on working."""
 
 
+class StallError(CommError):
+    """An operation waited longer for some ranks than OVERLAP_STALL_ABORT_S allows."""
+
+
 class StartError(CommError):
     """The ranks of this job could not find each other."""
 

@@ -179,6 +179,50 @@ def _numpy_16bit(
             np.copyto(target[piece], result)
 
 
+def scale(array: np.ndarray, dtype: DType, factor: float) -> None:
+    """Multiply `array` (any shape, in `dtype.storage`) in place.
+
+    16-bit floats are multiplied in float32 and rounded once, integers in float64 and truncated towards zero.
+    """
+    if factor == 1 or not array.size:
+        return
+    with np.errstate(all="ignore"):
+        if dtype is DType.BFLOAT16:
+            array[...] = _from_float32(_to_float32(array) * np.float32(factor))
+        elif dtype is DType.FLOAT16:
+            array[...] = array.astype(np.float32) * np.float32(factor)
+        elif dtype.is_floating or dtype.is_complex:
+            np.multiply(array, array.dtype.type(factor), out=array)
+        else:
+            array[...] = np.trunc(array.astype(np.float64) * factor).astype(array.dtype)
+
+
+def to_float64(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """A real array's values, 1-D; a copy."""
+    values = _to_float32(array) if dtype is DType.BFLOAT16 else array
+    return values.reshape(-1).astype(np.float64)
+
+
+def from_float64(values: np.ndarray, array: np.ndarray, dtype: DType) -> None:
+    """Write `values` (1-D) to `array`, rounded to its type."""
+    with np.errstate(all="ignore"):
+        if dtype is DType.BFLOAT16:
+            array[...] = _from_float32(values.astype(np.float32)).reshape(array.shape)
+        else:
+            array[...] = values.reshape(array.shape)
+
+
+def _to_float32(bfloat16: np.ndarray) -> np.ndarray:
+    return (bfloat16.astype(np.uint32) << 16).view(np.float32)
+
+
+def _from_float32(values: np.ndarray) -> np.ndarray:
+    """To bfloat16: to nearest, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
 def _widen(half: np.ndarray, out: np.ndarray) -> None:
     """float16 to float32, exactly."""
     np.copyto(out[: len(half)], half)

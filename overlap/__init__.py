@@ -20,6 +20,7 @@ _HOMES = {
     "MismatchError": "overlap.comm.errors",
     "PeerLost": "overlap.comm.errors",
     "RankFailed": "overlap.comm.errors",
+    "StallError": "overlap.comm.errors",
     "StartError": "overlap.comm.errors",
     "attach": "overlap.attaching",
     "check_batch": "overlap.coordination",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from overlap.comm.errors import MismatchError as MismatchError
     from overlap.comm.errors import PeerLost as PeerLost
     from overlap.comm.errors import RankFailed as RankFailed
+    from overlap.comm.errors import StallError as StallError
     from overlap.comm.errors import StartError as StartError
     from overlap.coordination import check_batch as check_batch
     from overlap.coordination import mean as mean

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def _setting(default: Any, env: str, help: str, least: float = 0) -> Any:
-    return field(default=default, metadata={"env": env, "help": help, "least": least})
+def _setting(default: Any, env: str, help: str, least: float = 0, horovod: str = "") -> Any:
+    """`horovod`: Horovod's variable of the same meaning, read where ours is not set."""
+    return field(default=default, metadata={"env": env, "help": help, "least": least, "horovod": horovod})
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ class Settings:
         100.0, "OVERLAP_SPIN_US", "Microseconds that the engine's thread looks for a peer before it sleeps."
     )
 
+    stall_warn_s: float = _setting(
+        60.0,
+        "OVERLAP_STALL_WARN_S",
+        "Seconds that a named operation waits for ranks before a warning names them; 0 is never.",
+        horovod="HOROVOD_STALL_CHECK_TIME_SECONDS",
+    )
+    stall_abort_s: float = _setting(
+        0.0,
+        "OVERLAP_STALL_ABORT_S",
+        "Seconds that a named operation waits for ranks before it fails with StallError; 0 is never.",
+        horovod="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    )
+
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Take settings from `environ`.
@@ -45,6 +59,8 @@ class Settings:
         values = {}
         for setting in fields(cls):
             name, least = setting.metadata["env"], setting.metadata["least"]
+            if name not in environ and setting.metadata["horovod"] in environ:
+                name = setting.metadata["horovod"]
             if name in environ:
                 try:
                     values[setting.name] = float(environ[name])

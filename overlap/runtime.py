@@ -43,9 +43,16 @@ def init() -> None:
 
 
 def _connect(world: World, generation: int, settings: Settings) -> Engine:
+    from overlap.comm import control
     from overlap.comm.backends import connect
+    from overlap.comm.named import NamedOperations
 
-    return Engine(world, connect(world, generation, settings.start_timeout_s, settings.spin_us / 1e6))
+    communicator = connect(world, generation, settings.start_timeout_s, settings.spin_us / 1e6)
+    own = communicator.split(0)
+    assert own is not None  # every rank gave a color
+    messages = control.connect(world, generation, settings.start_timeout_s)
+    named = NamedOperations(own, messages, settings.stall_warn_s, settings.stall_abort_s)
+    return Engine(world, communicator, named)
 
 
 def shutdown() -> None:

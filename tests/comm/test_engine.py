@@ -7,9 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from overlap.comm.backends.inproc import run_threads
+from overlap.comm.backends.inproc import alone, run_threads
+from overlap.comm.control import Control
 from overlap.comm.engine import Channel, Engine
 from overlap.comm.errors import CommError, PeerLost
+from overlap.comm.named import NamedOperations
 from overlap.comm.span import Span
 from overlap.comm.world import World
 
@@ -86,7 +88,8 @@ def test_wait_with_a_limit_and_submit_after_close():
 
 def test_engine_closes_its_channels():
     def work(communicator):
-        engine = Engine(World(), communicator)
+        named = NamedOperations(alone(), Control(0, None), warn_s=0, abort_s=0)
+        engine = Engine(World(), communicator, named)
         one, two = engine.open_channel("one"), engine.open_channel("two")
         assert one.run(lambda c: c.size) == two.run(lambda c: c.size) == 2
         communicator.barrier()

@@ -1,0 +1,1 @@
+"""Collective algorithms over send and receive, named as the literature names them."""
