@@ -161,7 +161,7 @@ class Controller:
 
     def decide(self) -> list[Decision]:
         """What became ready since the last call, in that order."""
-        decisions, self._verdicts = self._verdicts, []
+        decisions: list[Decision] = []
         ready, self._ready = self._ready, {}
         batch = _Batch(self._fusion_bytes)
         for (group, name), pending in ready.items():
@@ -177,7 +177,8 @@ class Controller:
             for rank, name in self._joined.items():
                 decisions.append(Decision((name,), WORLD, (rank,), number=last))
             self._joined.clear()
-        return decisions
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts + decisions
 
     def _judge(self, group: int, name: str, requests: dict[int, Request]) -> Decision:
         members = self.groups[group]
@@ -262,8 +263,10 @@ class Controller:
             for key, pending in self._pending.items()
             if 0 < warn_s <= now_s - max(pending.since_s, pending.warned_s)
         }
-        ended = {key: p for key, p in self._pending.items() if 0 < abort_s <= now_s - p.since_s}
-        if ended:
+        if any(0 < abort_s <= now_s - pending.since_s for pending in self._pending.values()):
+            # With it all that wait long: one fault shall be one error on all ranks.
+            long_s = min(warn_s or abort_s, abort_s / 2)
+            ended = {key: p for key, p in self._pending.items() if long_s <= now_s - p.since_s}
             text = self._describe(ended, now_s)
             for key, pending in ended.items():
                 del self._pending[key]
