@@ -124,7 +124,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; every rank of the job calls it. False for the global one and unregistered ones."""
+    """Remove a process set; every rank of the job calls it. False where there is nothing to remove."""
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
     runtime.engine().named.remove_group(process_set.process_set_id)
