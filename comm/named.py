@@ -5,7 +5,6 @@ Rank 0's thread also leads: it feeds the `Controller` with all ranks' requests a
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -20,6 +19,7 @@ from overlap.comm.control import Control
 from overlap.comm.controller import Controller, Decision, Verdict
 from overlap.comm.errors import CommError, MismatchError, PeerLost, StallError, account_of
 from overlap.comm.handle import Handle
+from overlap.comm.names import Names
 from overlap.comm.operations import FUSION_BYTES, Group
 from overlap.comm.request import WORLD, Kind, Outcome, Request
 
@@ -68,6 +68,7 @@ class NamedOperations:
 
     Attributes:
         groups: the ranks of every process set, by its number; 0 is the world.
+        names: for operations that have none.
     """
 
     def __init__(self, communicator: Communicator, control: Control, warn_s: float, abort_s: float) -> None:
@@ -77,7 +78,7 @@ class NamedOperations:
         self._control = control
         self._runners = {WORLD: Group(communicator)}
         self._entries: dict[tuple[int, str], _Entry] = {}
-        self._numbers = itertools.count()
+        self.names = Names()
         # Requests by number, as they are sent: the sender's, and rank 0's of every rank.
         self._known: dict[Request, int] = {}
         self._told: list[list[Request]] = [[] for _ in range(size)]
@@ -152,10 +153,6 @@ class NamedOperations:
         told.append(request)
         return request
 
-    def auto_name(self, kind: Kind) -> str:
-        """A name that is the same on all ranks if they make them in the same order."""
-        return f"{kind.value}.noname.{next(self._numbers)}"
-
     def add_group(self, ranks: Sequence[int]) -> int:
         """Collective over the world: make a process set of `ranks`; returns its number.
 
@@ -175,8 +172,8 @@ class NamedOperations:
 
     def duplicate(self, group: int) -> Communicator:
         """Collective over `group`: a communicator of its ranks, for the caller's own use."""
-        name = self.auto_name(Kind.DUPLICATE) if group == WORLD else Kind.DUPLICATE.value
-        made: Communicator = self.submit(name, Request(Kind.DUPLICATE, group=group)).wait().communicator
+        asked = self.submit("open a channel", Request(Kind.DUPLICATE, group=group))
+        made: Communicator = asked.wait().communicator
         return made
 
     # -- this object's thread ----------------------------------------------------------------------------

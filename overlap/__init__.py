@@ -13,28 +13,45 @@ __version__ = "0.1.0"
 
 # Public name -> the module that has it.
 _HOMES = {
+    "Adasum": "overlap.collectives",
     "Attached": "overlap.frameworks.torch.attached",
+    "Average": "overlap.collectives",
     "BackwardAborted": "overlap.comm.errors",
     "CommError": "overlap.comm.errors",
     "InternalError": "overlap.comm.errors",
+    "Max": "overlap.collectives",
+    "Min": "overlap.collectives",
     "MismatchError": "overlap.comm.errors",
     "PeerLost": "overlap.comm.errors",
+    "ProcessSet": "overlap.process_sets",
+    "Product": "overlap.collectives",
     "RankFailed": "overlap.comm.errors",
     "StallError": "overlap.comm.errors",
     "StartError": "overlap.comm.errors",
+    "Sum": "overlap.collectives",
+    "add_process_set": "overlap.process_sets",
+    "allgather": "overlap.collectives",
+    "allreduce": "overlap.collectives",
+    "alltoall": "overlap.collectives",
     "attach": "overlap.attaching",
+    "barrier": "overlap.collectives",
+    "broadcast": "overlap.collectives",
     "check_batch": "overlap.coordination",
     "check_replicas": "overlap.checking",
     "cross_rank": "overlap.runtime",
     "cross_size": "overlap.runtime",
+    "global_process_set": "overlap.process_sets",
     "init": "overlap.runtime",
     "is_initialized": "overlap.runtime",
+    "join": "overlap.collectives",
     "local_rank": "overlap.runtime",
     "local_size": "overlap.runtime",
     "mean": "overlap.coordination",
     "on_rank_zero": "overlap.coordination",
     "rank": "overlap.runtime",
     "rank_zero_first": "overlap.coordination",
+    "reducescatter": "overlap.collectives",
+    "remove_process_set": "overlap.process_sets",
     "run": "overlap.launch",
     "shard": "overlap.sharding",
     "shutdown": "overlap.runtime",
@@ -46,6 +63,19 @@ __all__ = sorted(_HOMES)
 if TYPE_CHECKING:
     from overlap.attaching import attach as attach
     from overlap.checking import check_replicas as check_replicas
+    from overlap.collectives import Adasum as Adasum
+    from overlap.collectives import Average as Average
+    from overlap.collectives import Max as Max
+    from overlap.collectives import Min as Min
+    from overlap.collectives import Product as Product
+    from overlap.collectives import Sum as Sum
+    from overlap.collectives import allgather as allgather
+    from overlap.collectives import allreduce as allreduce
+    from overlap.collectives import alltoall as alltoall
+    from overlap.collectives import barrier as barrier
+    from overlap.collectives import broadcast as broadcast
+    from overlap.collectives import join as join
+    from overlap.collectives import reducescatter as reducescatter
     from overlap.comm.errors import BackwardAborted as BackwardAborted
     from overlap.comm.errors import CommError as CommError
     from overlap.comm.errors import InternalError as InternalError
@@ -60,6 +90,10 @@ if TYPE_CHECKING:
     from overlap.coordination import rank_zero_first as rank_zero_first
     from overlap.frameworks.torch.attached import Attached as Attached
     from overlap.launch import run as run
+    from overlap.process_sets import ProcessSet as ProcessSet
+    from overlap.process_sets import add_process_set as add_process_set
+    from overlap.process_sets import global_process_set as global_process_set
+    from overlap.process_sets import remove_process_set as remove_process_set
     from overlap.runtime import cross_rank as cross_rank
     from overlap.runtime import cross_size as cross_size
     from overlap.runtime import init as init

@@ -7,7 +7,6 @@ that wait, and don't write in place, can be differentiated.
 from __future__ import annotations
 
 import itertools
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,36 +35,10 @@ _handles = itertools.count()
 _started: dict[int, Started] = {}
 
 
-class _Names:
-    """Names for operations that have none: equal on all ranks that start them in the same order.
-
-    A number is used up only by an operation that was really started, and numbers begin anew where all ranks
-    meet: in a join, before which they may have started different operations.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._epoch = self._number = 0
-
-    def begin(self, prefix: str, begin: Callable[[str], Started]) -> Started:
-        with self._lock:
-            epoch = f"{self._epoch}." if self._epoch else ""
-            started = begin(f"{prefix}.noname.{epoch}{self._number}")
-            self._number += 1
-        return started
-
-    def meet(self) -> None:
-        with self._lock:
-            self._epoch, self._number = self._epoch + 1, 0
-
-
-_names = _Names()
-
-
 def reset() -> None:
     """After a shutdown: numbers begin anew, and what was not waited for is forgotten."""
-    global _names
-    _names = _Names()
+    global _handles
+    _handles = itertools.count()
     _started.clear()
 
 
@@ -111,7 +84,7 @@ def _start(
     engine = named()
     if name is not None:
         return start(engine, kind, f"{prefix}.{name}", tensors, in_place, **request)
-    return _names.begin(prefix, lambda full: start(engine, kind, full, tensors, in_place, **request))
+    return engine.names.give(prefix, lambda full: start(engine, kind, full, tensors, in_place, **request))
 
 
 def _begin_reduction(
@@ -660,7 +633,7 @@ def join(device: int = -1) -> int:
     Returns the rank that joined last.
     """
     last = _start(Kind.JOIN, "join", "join").handle.wait().number
-    _names.meet()
+    named().names.meet()
     return last
 
 
