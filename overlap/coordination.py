@@ -7,7 +7,6 @@ import numbers
 import pickle
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -19,6 +18,7 @@ from overlap.comm.dtype import Op
 from overlap.comm.errors import MismatchError
 from overlap.comm.objects import allgather_bytes
 from overlap.comm.span import Span
+from overlap.comm.warn import warn
 
 from . import runtime
 
@@ -132,7 +132,7 @@ def check_batch(batch: Any) -> None:
     with _collective("check_batch") as communicator:
         digests = allgather_bytes(communicator, digest.digest())
     if communicator.rank == 0 and len(digests) > 1 and len(set(digests)) == 1:
-        warnings.warn(
+        warn(
             f"all {len(digests)} ranks have the same first batch, so they all compute the same: give each "
             f"rank its own part of the data with overlap.shard(loader)",
             stacklevel=2,

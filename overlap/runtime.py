@@ -7,6 +7,7 @@ import os
 import sys
 from types import TracebackType
 
+from overlap.comm import warn
 from overlap.comm.engine import Engine
 from overlap.comm.errors import account_of
 from overlap.comm.world import World, discover
@@ -37,6 +38,8 @@ def init() -> None:
     _owner = os.getpid()
     _generation += 1
     _install_excepthook()
+    if os.environ.get("OVERLAP_LAUNCHER"):
+        warn.show_for_job = _show_warning
     # Again on each init would run it twice; unregistering first is atexit's own idiom.
     atexit.unregister(shutdown)
     atexit.register(shutdown)
@@ -129,6 +132,12 @@ def abort(error: BaseException) -> None:
     """Tell the other ranks that this one fails with `error`, so that they raise PeerLost at once."""
     if _engine is not None and os.getpid() == _owner:
         _engine.abort(*account_of(error))
+
+
+def _show_warning(message: str, text: str) -> bool:
+    from .launch.report import report_warning
+
+    return report_warning(message, text)
 
 
 def _install_excepthook() -> None:

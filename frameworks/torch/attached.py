@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 from overlap.comm.engine import Channel, Engine
 from overlap.comm.errors import BackwardAborted
 from overlap.comm.stats import Stats
+from overlap.comm.warn import warn
 
 from . import lifetime, steps
 from .check import check_replicas
@@ -211,7 +211,7 @@ class Attached:
         name = rounds.never_averaged()
         if name is not None and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"the optimizer steps on gradients that were never averaged ({name!r} and others): ranks "
                 "drift apart. Run the last backward before a step outside of no_sync",
                 stacklevel=2,

@@ -16,6 +16,7 @@ from .escalation import AT_ONCE, FAILED, INTERRUPTED, STOPPED, Escalation
 from .failures import Failure, FailureLog, Kind, exit_code, signal_name
 from .job import Job, Rank
 from .output import Output
+from .repeats import Repeats
 from .wire import Connection
 
 _TIMED_OUT, _NOT_FOUND, _NOT_EXECUTABLE = 124, 127, 126
@@ -42,7 +43,7 @@ class LocalRun:
 
     def __init__(self, command: Sequence[str], size: int, verbose: bool, timeout_s: float | None) -> None:
         self._command, self._verbose, self._timeout_s = list(command), verbose, timeout_s
-        self._log, self._escalation = FailureLog(), Escalation()
+        self._log, self._repeats, self._escalation = FailureLog(), Repeats(), Escalation()
         # The exit code that the launcher's own end imposes (interrupted, timed out); None while ranks decide.
         self._imposed: int | None = None
         self._signalled = False  # from then on the ends of ranks are the launcher's doing
@@ -128,11 +129,14 @@ class LocalRun:
         (self._stdout if source == "stdout" else self._stderr).write(lines)
 
     def on_frame(self, connection: Connection, head: dict[str, Any] | None, frame: bytes) -> None:
-        """Note a rank's report of its failure."""
+        """Note a rank's report of its failure, or show a warning."""
         if head is not None and head.get("kind") == "report":
             self._log.reported(connection.rank, head)
             self._job.connections.send(connection, b"shown")
             self._failed()
+        elif head is not None and head.get("kind") == "warning":
+            self._stderr.write(self._repeats.take(connection.rank, head))
+            self._job.connections.send(connection, b"shown")
 
     def on_end(self, rank: Rank) -> None:
         """Note a rank's end, and with it the traceback that it printed just before."""
@@ -165,6 +169,8 @@ class LocalRun:
         return [rank.number for rank in self._job.running]
 
     def _conclude(self) -> None:
+        for line in self._repeats.lines():
+            self._say(line)
         first = self._log.first()
         if self._imposed is None and first is not None:
             if first.traceback:

@@ -19,6 +19,7 @@ from . import pickling
 from .failures import Failure, FailureLog, Kind
 from .job import Job, Rank
 from .local import rank_environ
+from .repeats import Repeats
 from .wire import Connection
 
 _START_TIMEOUT_S = 60.0
@@ -47,7 +48,7 @@ class Ranks:
         self._answers: dict[int, Any] = {}
         self._heads: dict[int, dict[str, Any]] = {}
         self._errors: dict[int, bytes] = {}
-        self._log = FailureLog()
+        self._log, self._repeats = FailureLog(), Repeats()
         self._connections: dict[int, Connection] = {}
         self._path: list[str] | None = None
         self._open = True
@@ -144,6 +145,8 @@ class Ranks:
         for rank in self._job.ranks:
             rank.stdout.finish(time.monotonic())
             rank.stderr.finish(time.monotonic())
+        for line in self._repeats.lines():
+            self.on_output("stderr", f"overlap.run: {line}\n".encode())
 
     def _failed(self, fn: Callable[..., Any]) -> RankFailed:
         first = self._log.first()
@@ -194,6 +197,9 @@ class Ranks:
                 self._path = [str(place) for place in head["path"]]
             elif head.get("kind") == "report":
                 self._log.reported(rank, head)
+                self._job.connections.send(connection, b"shown")
+            elif head.get("kind") == "warning":
+                self.on_output("stderr", self._repeats.take(rank, head))
                 self._job.connections.send(connection, b"shown")
         elif rank not in self._heads:
             self._heads[rank] = json.loads(frame)

@@ -1,4 +1,4 @@
-"""Tells the launcher, from inside a rank, why that rank is about to end."""
+"""Tells the launcher, from inside a rank, why that rank is about to end, and what it warns of."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from . import wire
 _TIMEOUT_S = 2.0
 # Characters of a text or traceback: a message that holds a whole tensor must not be lost for its size.
 _LONGEST = 200_000
+_LONGEST_WARNING = 20_000
 
 
 def report_failure(
@@ -33,13 +34,32 @@ def report_failure(
         return True
     try:
         exc = exc_type() if exc is None else exc
-        head = {"kind": "report", "job": os.environ["OVERLAP_JOB"], "rank": int(os.environ["OVERLAP_RANK"])}
+        head = _head("report")
         sock = wire.connect(name, _TIMEOUT_S)
         with sock:
             wire.send(sock, json.dumps(head | describe(exc, tb)).encode())
             return wire.receive(sock) == b"shown"
     except Exception:  # the excepthook that calls this still has a traceback to print
         return False
+
+
+def report_warning(message: str, text: str) -> bool:
+    """Send a warning of this rank, formatted as `text`; says whether the launcher has it. Never raises."""
+    warning = {"message": message[:_LONGEST_WARNING], "text": text[:_LONGEST_WARNING]}
+    try:
+        with wire.connect(os.environ["OVERLAP_LAUNCHER"], _TIMEOUT_S) as sock:
+            wire.send(sock, json.dumps(_head("warning") | warning).encode())
+            try:
+                wire.receive(sock)  # what this rank prints next comes after it
+            except OSError:
+                pass  # the launcher is slow; it will show it
+    except Exception:  # then Python prints it
+        return False
+    return True
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"kind": kind, "job": os.environ["OVERLAP_JOB"], "rank": int(os.environ["OVERLAP_RANK"])}
 
 
 def describe(exc: BaseException, tb: TracebackType | None) -> dict[str, Any]:
