@@ -258,11 +258,13 @@ class Controller:
 
         Those that have waited for `abort_s` come out of `decide`, as errors.
         """
-        stalled = {
-            key: pending
-            for key, pending in self._pending.items()
-            if 0 < warn_s <= now_s - max(pending.since_s, pending.warned_s)
+        waited = {
+            key: now_s - max(pending.since_s, pending.warned_s) for key, pending in self._pending.items()
         }
+        stalled = {}
+        if any(0 < warn_s <= seconds for seconds in waited.values()):
+            # With it all that have waited nearly as long: what belongs together is told together.
+            stalled = {key: self._pending[key] for key, seconds in waited.items() if 2 * seconds >= warn_s}
         if any(0 < abort_s <= now_s - pending.since_s for pending in self._pending.values()):
             # With it all that wait long: one fault shall be one error on all ranks.
             long_s = min(warn_s or abort_s, abort_s / 2)
