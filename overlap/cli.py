@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any, Optional
 
@@ -61,10 +62,43 @@ def run(
         Optional[float],  # noqa: UP045 - typer reads the annotation
         typer.Option("--timeout", parser=_seconds, metavar="S", help="End after S seconds: exit code 124."),
     ] = None,
+    start_timeout_s: Annotated[
+        Optional[float],  # noqa: UP045 - typer reads the annotation
+        typer.Option(
+            "--start-timeout",
+            parser=_seconds,
+            metavar="S",
+            help="Ranks wait S seconds for each other to start.",
+        ),
+    ] = None,
+    stall_warn_s: Annotated[
+        Optional[float],  # noqa: UP045 - typer reads the annotation
+        typer.Option(
+            "--stall-check-warning-time-seconds",
+            parser=_seconds,
+            metavar="S",
+            help="Name ranks that a named operation waits for after S seconds.",
+        ),
+    ] = None,
+    stall_abort_s: Annotated[
+        Optional[float],  # noqa: UP045 - typer reads the annotation
+        typer.Option(
+            "--stall-check-shutdown-time-seconds",
+            parser=_seconds,
+            metavar="S",
+            help="Fail named operations that wait longer than S seconds.",
+        ),
+    ] = None,
 ) -> None:
     """Run COMMAND as several ranks on this host; each line they print has its rank before it."""
     from overlap.launch.local import launch
 
+    given = {
+        "OVERLAP_START_TIMEOUT_S": start_timeout_s,
+        "OVERLAP_STALL_WARN_S": stall_warn_s,
+        "OVERLAP_STALL_ABORT_S": stall_abort_s,
+    }
+    os.environ.update({name: f"{seconds:g}" for name, seconds in given.items() if seconds is not None})
     raise typer.Exit(launch(command, num_proc, verbose, timeout_s))
 
 

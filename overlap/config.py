@@ -30,7 +30,11 @@ class Settings:
         "Largest first and last bucket in MB: the first starts early, the last ends soon after backward.",
     )
     start_timeout_s: float = _setting(
-        60.0, "OVERLAP_START_TIMEOUT_S", "Seconds that ranks wait for each other to start.", least=0.1
+        60.0,
+        "OVERLAP_START_TIMEOUT_S",
+        "Seconds that ranks wait for each other to start.",
+        least=0.1,
+        horovod="HOROVOD_START_TIMEOUT",
     )
     spin_us: float = _setting(
         100.0, "OVERLAP_SPIN_US", "Microseconds that the engine's thread looks for a peer before it sleeps."

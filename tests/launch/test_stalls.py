@@ -42,3 +42,10 @@ def test_c050_a_rank_that_never_comes_is_named_and_the_job_ends(start, script, n
     assert code == 1
     assert "StallError: allreduce 'overlap.allreduce.t' has waited for 1 s" in errors
     assert "asked for by rank 0, not by rank 1" in errors
+
+
+@pytest.mark.timeout(60)
+def test_horovodruns_flag_for_it(start, script):
+    flag = ("--stall-check-shutdown-time-seconds", "1")
+    code, _, errors = start("-np", "2", *flag, sys.executable, script(NEVER_COMES)).finish()
+    assert code == 1 and "StallError" in errors
