@@ -55,7 +55,9 @@ def _group_of(process_set: Any) -> int:
 def _op_of(op: int | None, average: bool | None) -> int:
     if average is not None:
         if op is not None:
-            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+            raise ValueError(
+                "give either op or average, not both: average is the older name of the same choice"
+            )
         warnings.warn("Parameter `average` is deprecated: use `op`", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     if op is None:
