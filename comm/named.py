@@ -84,7 +84,8 @@ class NamedOperations:
         self._told: list[list[Request]] = [[] for _ in range(size)]
         self._controller = Controller(size, FUSION_BYTES) if self.rank == 0 else None
         self._broken: Exception | None = None
-        self._closing = False
+        self._closing = False  # the thread is to end, or has
+        self._closed = False
         # User threads ask at the same time. This object's own thread never takes it: it must not wait for one
         # that waits for rank 0.
         self._lock = threading.Lock()
@@ -310,9 +311,9 @@ class NamedOperations:
     def close(self) -> None:
         """End the thread and leave all groups; what is in flight fails. Idempotent."""
         with self._lock:
-            if self._closing and not self._thread.is_alive():
+            if self._closed:
                 return
-            self._closing = True
+            self._closed = self._closing = True
         self._say(_Leave(self.rank, "ended without an error"))
         self._control.tell_self(None)
         self._thread.join(_JOIN_S)

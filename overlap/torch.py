@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from overlap.comm.engine import Engine
 from overlap.comm.errors import CommError as HorovodInternalError
 from overlap.comm.named import NamedOperations
-from overlap.frameworks.torch import collectives
+from overlap.frameworks.torch import collectives, optimizer
 from overlap.frameworks.torch.collectives import (
     Adasum,
     Average,
@@ -41,6 +42,7 @@ from overlap.frameworks.torch.collectives import (
     synchronize,
 )
 from overlap.frameworks.torch.compression import Compression
+from overlap.frameworks.torch.optimizer import DistributedOptimizer
 
 from . import runtime
 from .basics import (
@@ -61,6 +63,7 @@ from .basics import (
     start_timeline,
     stop_timeline,
 )
+from .config import Settings
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .runtime import cross_rank, cross_size, is_initialized, local_rank, local_size, rank, size
 
@@ -69,13 +72,21 @@ def _named() -> NamedOperations:
     return runtime.engine().named
 
 
+def _engine() -> tuple[Engine, tuple[int, int]]:
+    settings = Settings.read()
+    edge = min(settings.bucket_mb, settings.edge_bucket_mb)
+    return runtime.engine(), (int(settings.bucket_mb * 1e6), int(edge * 1e6))
+
+
 collectives.named = _named
+optimizer.engine = _engine
 at_shutdown(collectives.reset)
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",

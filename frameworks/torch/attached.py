@@ -18,10 +18,8 @@ from overlap.comm.warn import warn
 from . import lifetime, steps
 from .check import check_replicas
 from .replicas import broadcast_state, broadcast_tensors
-from .rounds import Rounds
-from .slots import Slot
-from .sparse import sparse_parameters
-from .turn import Next, Turn, mean_loss
+from .rounds import Options, Rounds
+from .turn import Next, mean_loss
 
 _numbers = count()
 
@@ -55,7 +53,7 @@ class Attached:
         self._engine, self._model = engine, model
         self._named = dict(model.named_parameters())
         self._ids = {id(parameter) for parameter in self._named.values()}
-        self._options = ((bucket_bytes, edge_bytes), passes)
+        self._options = Options((bucket_bytes, edge_bytes), passes)
         self._check_every, self._steps, self._warned = check_every, 0, False
         self._channel: Channel | None = None
         self._rounds: Rounds | None = None
@@ -68,8 +66,7 @@ class Attached:
         channel.last_words = _weak(self._last_words)
         # At exit `shutdown` closes it.
         weakref.finalize(self, channel.let_go).atexit = False
-        slots = [Slot(index, name, p) for index, (name, p) in enumerate(self._named.items())]
-        self._rounds = Rounds(channel, slots, sparse_parameters(self._model), *self._options)
+        self._rounds = Rounds(channel, self._named, self._options)
         lifetime.keep(self, self._named.values())
         steps.register(self)
         return self._rounds
@@ -171,7 +168,7 @@ class Attached:
         rounds = self._rounds
         if rounds is None or not rounds.can_step():
             return loss
-        turns = self._run_rounds_of_others(rounds, Next.STEP, loss)
+        turns = rounds.follow(Next.STEP, loss, self._steps)
         self._warn_of_local_gradients(rounds)
         self._steps += 1
         all_step = all(turn.what is Next.STEP for turn in turns)
@@ -181,20 +178,13 @@ class Attached:
             ).wait()
         return None if loss is None else mean_loss(turns)
 
-    def _run_rounds_of_others(self, rounds: Rounds, what: Next, loss: float | None = None) -> list[Turn]:
-        while True:
-            turns = rounds.take_turn(what, loss, self._steps).wait()
-            if all(turn.what is not Next.ROUND for turn in turns):
-                return turns
-            rounds.run_empty()
-
     def _join_others(self, rounds: Rounds) -> None:
         while True:
             for parameter in self._named.values():
                 parameter.grad = None
             rounds.weights.end_round()
             try:
-                turns = self._run_rounds_of_others(rounds, Next.JOIN)
+                turns = rounds.follow(Next.JOIN, None, self._steps)
             except BackwardAborted:  # that rank's own affair; it may go on
                 continue
             if all(turn.what is Next.JOIN for turn in turns):

@@ -31,6 +31,12 @@ def keep(owner: object, parameters: Iterable[torch.Tensor]) -> None:
         parameter.__dict__ = namespace
 
 
+def owner_of(parameter: torch.Tensor) -> object | None:
+    """What `keep` was called with, if it was."""
+    namespace = parameter.__dict__
+    return namespace.owner if isinstance(namespace, _Namespace) else None
+
+
 def let_go(parameters: Iterable[torch.Tensor]) -> None:
     """Undo `keep`."""
     for parameter in parameters:

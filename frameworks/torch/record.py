@@ -24,6 +24,7 @@ class Record:
         touched: a flag a parameter: something was accumulated since it was last averaged, in `no_sync` too.
         late: it accumulated again after its bucket had left.
         trainable: its `requires_grad`.
+        sparse: its gradient is sparse, and in no bucket.
     """
 
     plan: int
@@ -31,11 +32,13 @@ class Record:
     touched: np.ndarray
     late: np.ndarray
     trainable: np.ndarray
+    sparse: np.ndarray
 
     def exchange(self, communicator: Communicator) -> list[Record]:
         """Collective: every rank's record, in rank order."""
         head = np.array([self.plan, self.aborted], np.int64).view(np.uint8)
-        mine = np.concatenate([head, *map(np.packbits, (self.touched, self.late, self.trainable))])
+        flags = (self.touched, self.late, self.trainable, self.sparse)
+        mine = np.concatenate([head, *map(np.packbits, flags)])
         table = np.empty((communicator.size, len(mine)), np.uint8)
         table[communicator.rank] = mine
         communicator.allgather(Span.wrap(table), [len(mine)] * communicator.size)
@@ -43,7 +46,7 @@ class Record:
 
     def _unpack(self, row: np.ndarray) -> Record:
         plan, aborted = row[:16].view(np.int64).tolist()
-        flags = np.unpackbits(row[16:].reshape(3, -1), axis=1, count=len(self.touched)).astype(bool)
+        flags = np.unpackbits(row[16:].reshape(4, -1), axis=1, count=len(self.touched)).astype(bool)
         return Record(plan, bool(aborted), *flags)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,17 +42,41 @@ _NO_BUCKET = 0xFFFF
 _DOING = {Next.ROUND: "the start of a backward", Next.STEP: "optimizer.step()", Next.JOIN: "join"}
 
 
+@dataclass(frozen=True)
+class Options:
+    """How gradients are averaged; the same on all ranks.
+
+    Attributes:
+        limits: bucket_bytes and edge_bytes of `make_plan`.
+        passes: how many backwards an average is of: all but the last of them are local.
+        op: what is done instead of averaging. Sparse gradients are averaged or, with any other, summed.
+        wire: what floating-point gradients are sent as; None is as they are.
+        densify: sparse gradients are in buckets too.
+        once: a parameter is averaged once between two steps; again is an error.
+    """
+
+    limits: tuple[int, int]
+    passes: int = 1
+    op: Op = Op.AVERAGE
+    wire: torch.dtype | None = None
+    densify: bool = False
+    once: bool = False
+
+
+# They can't be corrected by what comes after a bucket has left.
+_NOT_LINEAR = (Op.MIN, Op.MAX, Op.PRODUCT)
+
+
 class Rounds:
-    """The rounds of one attached model; listens to its hooks.
+    """The rounds of one attached model, or one distributed optimizer; listens to its hooks.
 
     Args:
         channel: of this model alone.
-        slots: of all parameters.
-        sparse: `id`s of the parameters whose gradients are sparse, and in no bucket.
-        limits: bucket_bytes and edge_bytes of `make_plan`.
-        passes: how many backwards an average is of: all but the last of them are local.
+        named: all parameters by name.
 
     Attributes:
+        passes: see `Options`.
+        averaged: a flag a parameter: it was averaged since the last step; only counted with `Options.once`.
         weights: of the backwards.
         recorder: what rounds have cost.
     """
@@ -59,22 +84,25 @@ class Rounds:
     def __init__(
         self,
         channel: Channel,
-        slots: Sequence[Slot],
-        sparse: set[int],
-        limits: tuple[int, int],
-        passes: int,
+        named: Mapping[str, torch.nn.Parameter],
+        options: Options,
     ) -> None:
+        slots = [Slot(index, name, p, options.wire) for index, (name, p) in enumerate(named.items())]
         self.gate = hooks.Gate(self)
         self.touched, self._late = bytearray(len(slots)), bytearray(len(slots))
         self.weights = Weights(slots, lambda slot: not self.touched[slot.index])
         self.recorder = Recorder()
         self._channel = channel
-        self._limits = limits
+        self._options = options
+        # Whether a gradient is its slice, or is made from it.
+        self._as_is = options.wire is None and not options.densify
+        self._held = options.op in _NOT_LINEAR
         self._slots = slots
         self._parameters = [
-            Parameter(s.name, s.parameter.numel(), dtype_of(s.name, s.parameter)) for s in slots
+            Parameter(s.name, s.parameter.numel(), dtype_of(s.name, s.parameter, s.dtype)) for s in slots
         ]
-        self._sparse = [slot for slot in slots if id(slot.parameter) in sparse]
+        self._unplanned = list(slots)  # in no bucket
+        self.averaged = np.zeros(len(slots), bool)
         self._buckets: list[BucketSlots] = []
         self._filling = Buckets([])
         self._digest = 0
@@ -87,7 +115,7 @@ class Rounds:
         self._flying: list[Handle[None]] = []
         self._opening: Handle[list[Turn]] | None = None  # of the open round, where a backward opened it
         self._divisor: float | None = None  # of the round's average; the engine's thread sets and reads it
-        self._passes, self._local_passes = passes, 0
+        self.passes, self._local_passes = options.passes, 0
         self._local_open = False  # a local backward has made gradients
         self._hooks = [hooks.register(slot, self) for slot in slots]
 
@@ -101,6 +129,36 @@ class Rounds:
     def can_step(self) -> bool:
         """Whether this is the rank's own process, outside of a backward."""
         return os.getpid() == self._process and not self._open
+
+    def follow(self, what: Next, loss: float | None = None, steps: int = 0) -> list[Turn]:
+        """Say what this rank does next, and run empty rounds until no rank is in a backward."""
+        while True:
+            turns = self.take_turn(what, loss, steps).wait()
+            if all(turn.what is not Next.ROUND for turn in turns):
+                return turns
+            self.run_empty()
+
+    def run_own(self) -> None:
+        """Average what has accumulated locally, outside of a backward."""
+        self._settle()
+        self._opening = self.take_turn(Next.ROUND)
+        self.run_empty()
+
+    def begin_step(self) -> None:
+        """A step follows: what comes then may be averaged again."""
+        self.averaged[:] = False
+        self._local_passes = 0
+
+    def forget(self) -> None:
+        """What has accumulated is of no use any more."""
+        self.begin_step()
+        self.touched[:] = bytes(len(self._slots))
+
+    def fill_with_zeros(self) -> None:
+        """Every trainable parameter has a gradient: where it has none, zeros."""
+        for slot in self._slots:
+            if slot.parameter.grad is None and slot.parameter.requires_grad:
+                slot.fill_with_zeros()
 
     def run_empty(self) -> None:
         """Take part in a round that other ranks run; its opening was this rank's last turn."""
@@ -141,7 +199,7 @@ class Rounds:
     def begin(self) -> bool:
         if os.getpid() != self._process:
             return False
-        if self._paused or self._local_open or self._local_passes + 1 < self._passes:
+        if self._paused or self._local_open or self._local_passes + 1 < self.passes:
             self._begin_local()
             return False
         self._settle()  # an aborted round may still be in flight
@@ -153,7 +211,7 @@ class Rounds:
 
     def _begin_local(self) -> None:
         """A backward that averages nothing: it counts once."""
-        if not self._local_open and (self.weights.current is not None or self._passes > 1):
+        if not self._local_open and (self.weights.current is not None or self.passes > 1):
             self._local_open = True
             self.weights.add()
             hooks.EndOfBackward(_LocalBackward(self))
@@ -171,11 +229,15 @@ class Rounds:
     def unexpected(self, slot: Slot) -> None:
         if slot.expected == UNPLANNED:
             self._order.append(slot.index)
+        elif self._held:
+            return
         elif not slot.small or self._filling.states[slot.bucket] is State.IN_FLIGHT:
             # Its part of the bucket is filled: what came since is in a tensor of its own, under `grad`.
             self._late[slot.index] = 1
 
     def ready(self, slot: Slot) -> None:
+        if self._held and self._open:
+            return  # `_fill_rest` comes back to it, when nothing can come late
         if not slot.small:
             slot.fill()
         for bucket in self._filling.filled(slot.bucket):
@@ -194,6 +256,10 @@ class Rounds:
                 check_weights(self._opening.wait())
             check_records(records, self._slots)
             touched = np.any([record.touched for record in records], axis=0)
+            if self._options.once:
+                self._count(touched)
+            for index in np.flatnonzero(np.any([record.sparse for record in records], axis=0)).tolist():
+                self._slots[index].sparse = True
             self._average_late(np.any([record.late for record in records], axis=0))
             sent += self._average_sparse(touched)
             sent += self._join(touched)
@@ -231,7 +297,7 @@ class Rounds:
         kept = []
         for bucket in self._buckets:
             for slot in bucket.slots:
-                if slot.left > 0:
+                if slot.left > 0 or self._held:
                     if not self.touched[slot.index]:
                         kept.append((slot.parameter, slot.parameter.grad))
                         self.weights.set_aside(slot)
@@ -242,12 +308,32 @@ class Rounds:
 
     def _average(self, span: Span, communicator: Communicator) -> None:
         """On the engine's thread, after the round's opening."""
-        communicator.allreduce(span, Op.AVERAGE, self._divisor)
+        op = self._options.op
+        communicator.allreduce(span, op, self._divisor if op is Op.AVERAGE else None)
 
     def _exchange(self, aborted: bool) -> Handle[Any]:
         trainable = bytes([slot.parameter.requires_grad for slot in self._slots])
-        flags = (np.frombuffer(bytes(each), bool) for each in (self.touched, self._late, trainable))
-        return self.submit(Record(self._digest, aborted, *flags).exchange, "the end of a backward")
+        flags = self.touched, self._late, trainable, self._find_sparse()
+        arrays = (np.frombuffer(bytes(each), bool) for each in flags)
+        record = Record(self._digest, aborted, *arrays)
+        return self.submit(record.exchange, "the end of a backward")
+
+    def _find_sparse(self) -> bytearray:
+        sparse = bytearray(len(self._slots))
+        for slot in self._unplanned:
+            grad = slot.parameter.grad
+            sparse[slot.index] = bool(self.touched[slot.index]) and grad is not None and grad.is_sparse
+        return sparse
+
+    def _count(self, touched: np.ndarray) -> None:
+        again = np.flatnonzero(self.averaged & touched)
+        if len(again):
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(): "
+                f"that of {self._slots[again[0]].name!r} was averaged already. Increase "
+                "backward_passes_per_step to accumulate gradients locally"
+            )
+        self.averaged |= touched
 
     def _settle(self) -> list[Handle[None]]:
         """Wait for all that is in flight; then slices hold averages."""
@@ -270,7 +356,9 @@ class Rounds:
 
     def _average_sparse(self, touched: np.ndarray) -> list[Handle[Any]]:
         """Average what is in no bucket, and take it from the rest of the round."""
-        slots = [slot for slot in self._sparse if touched[slot.index]]
+        if self._options.densify:
+            return []
+        slots = [slot for slot in self._unplanned if slot.sparse and touched[slot.index]]
         for slot in slots:
             if not self.touched[slot.index]:
                 self.weights.set_aside(slot)
@@ -284,17 +372,21 @@ class Rounds:
         return handles
 
     def _average_rows(self, parameter: torch.nn.Parameter, communicator: Communicator) -> torch.Tensor:
-        return average_sparse(communicator, parameter.grad, parameter, self._divisor)
+        divisor = self._divisor if self._options.op is Op.AVERAGE else 1.0
+        return average_sparse(communicator, parameter.grad, parameter, divisor)
 
     def _deliver(self, touched: np.ndarray) -> None:
         """Every gradient that some rank has touched is its slice now; the others keep what they held."""
         if touched.all():  # as in most models, always
-            for slot in self._slots:
+            slots = self._slots
+        else:
+            slots = [self._slots[index] for index in np.flatnonzero(touched).tolist()]
+        if self._as_is:
+            for slot in slots:
                 slot.parameter.grad = slot.slice
-            return
-        for index in np.flatnonzero(touched).tolist():
-            slot = self._slots[index]
-            slot.parameter.grad = slot.slice
+        else:
+            for slot in slots:
+                slot.deliver()
 
     def _reset(self) -> None:
         """Ready for the next round, whatever became of this one."""
@@ -323,15 +415,18 @@ class Rounds:
         planned = [slot for bucket in self._buckets for slot in bucket.slots]
         for slot in planned:
             if touched[slot.index]:
-                slot.parameter.grad = slot.slice
+                slot.deliver()
         held = [slot for slot in planned if slot.parameter.grad is not None]
         order = self._agree_on_order(new)
-        self._lay_out(make_plan(self._parameters, [slot.index for slot in planned] + order, *self._limits))
+        self._lay_out(
+            make_plan(self._parameters, [slot.index for slot in planned] + order, *self._options.limits)
+        )
         for number in range(len(self._buckets)):
-            self._average_new(number, set(order))
+            self._average_new(number, set(new))
+        sent = self._settle()
         for slot in held:
-            slot.parameter.grad = slot.slice
-        return self._settle()
+            slot.deliver()
+        return sent
 
     def _agree_on_order(self, new: Sequence[int]) -> list[int]:
         """Rank 0's order of `new`; what it did not see comes last, from the model's end to its start."""
@@ -360,6 +455,7 @@ class Rounds:
                     slot.fill()
             self._buckets.append(BucketSlots(bucket, self._slots, buffer))
             self._buckets[-1].gather()
+        self._unplanned = [slot for slot in self._slots if slot.expected == UNPLANNED]
         _give_back_freed_memory()
 
     def _average_new(self, number: int, new: set[int]) -> None:

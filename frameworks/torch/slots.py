@@ -13,7 +13,7 @@ import torch
 from overlap.comm.plan import BucketPlan
 from overlap.comm.span import Buffer, Span
 
-from .tensors import make_slice
+from .tensors import make_slice, no_rows
 
 # Smaller gradients stay in `grad` until their bucket is complete, and are copied by one call.
 _SMALL_BYTES = 64 * 1024
@@ -36,6 +36,8 @@ class Slot:
             makes it ready. UNPLANNED while it is in no bucket.
         left: how many of them are to come in this round; below zero it came more often.
         small: it is copied with the rest of its bucket.
+        dtype: what it is averaged in: the parameter's own, unless gradients are compressed.
+        sparse: some rank's gradient was sparse when it came for the first time.
         listener: what its hook reports to.
     """
 
@@ -43,6 +45,7 @@ class Slot:
         "_buffer",
         "_offset",
         "bucket",
+        "dtype",
         "expected",
         "index",
         "left",
@@ -51,10 +54,16 @@ class Slot:
         "parameter",
         "slice",
         "small",
+        "sparse",
     )
 
-    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
+    def __init__(
+        self, index: int, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None = None
+    ) -> None:
         self.index, self.name, self.parameter = index, name, parameter
+        compressed = dtype is not None and parameter.is_floating_point()
+        self.dtype: torch.dtype = dtype if dtype is not None and compressed else parameter.dtype
+        self.sparse = False
         self.listener: Any = None
         self.bucket = 0
         self.slice: torch.Tensor | None = None
@@ -67,7 +76,7 @@ class Slot:
         """Give it a place in a bucket."""
         parameter = self.parameter
         self.bucket, self._buffer, self._offset = bucket, buffer, offset
-        self.slice = make_slice(buffer, offset, parameter)
+        self.slice = make_slice(buffer, offset, parameter, self.dtype)
         self.small = parameter.is_contiguous() and parameter.numel() * parameter.element_size() < _SMALL_BYTES
         if self.expected == UNPLANNED:  # and `left` has counted down from it
             self.expected, self.left = max(1, UNPLANNED - self.left), 0
@@ -100,8 +109,22 @@ class Slot:
         assert self.slice is not None and self._buffer is not None
         with torch.no_grad():
             self.slice.set_(self.slice.clone())  # type: ignore[call-overload]  # missing in torch's stubs
-        self.slice = make_slice(self._buffer, self._offset, self.parameter)
+        self.slice = make_slice(self._buffer, self._offset, self.parameter, self.dtype)
         return self.slice
+
+    def deliver(self) -> None:
+        """Let `grad` be what the slice holds, in the parameter's own type and the gradient's layout."""
+        assert self.slice is not None
+        grad = self.slice if self.dtype == self.parameter.dtype else self.slice.to(self.parameter.dtype)
+        self.parameter.grad = grad.to_sparse(1).coalesce() if self.sparse else grad
+
+    def fill_with_zeros(self) -> None:
+        """Let `grad` be zeros: no rows where it is sparse."""
+        like = self.parameter.detach()
+        if self.sparse:
+            self.parameter.grad = no_rows(like, 1)
+        else:
+            self.parameter.grad = torch.zeros_like(like)
 
     def end_round(self) -> None:
         """Expect as many accumulations as came in this round, if any did."""
@@ -150,7 +173,7 @@ class _Run:
         self._parameters = [slot.parameter for slot in slots]
         self._only_vectors = all(parameter.dim() == 1 for parameter in self._parameters)
         count = sum(parameter.numel() for parameter in self._parameters)
-        dtype = self._parameters[0].dtype
+        dtype = slots[0].dtype
         if count:
             self._flat = torch.frombuffer(buffer.memory, dtype=dtype, count=count, offset=offset)
         else:

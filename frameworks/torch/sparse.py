@@ -11,19 +11,13 @@ from overlap.comm.backends.base import Communicator
 from overlap.comm.dtype import Op
 from overlap.comm.span import Span
 
-from .tensors import dtype_of, span_of
+from .tensors import dtype_of, no_rows, span_of
 
 
 class _Kind(IntEnum):
     NONE = 0
     SPARSE = 1
     DENSE = 2
-
-
-def sparse_parameters(model: torch.nn.Module) -> set[int]:
-    """The `id` of every parameter whose gradient its module makes sparse."""
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return {id(each.weight) for each in model.modules() if isinstance(each, kinds) and each.sparse}
 
 
 def average_sparse(
@@ -54,15 +48,8 @@ def average_sparse(
     if _Kind.DENSE in kinds:
         return _average_dense(communicator, gradient, parameter, divisor)
     if gradient is None:
-        gradient = _no_rows(parameter, max(dimensions))
+        gradient = no_rows(parameter, max(dimensions))
     return _add_rows(communicator, gradient, counts, divisor or communicator.size)
-
-
-def _no_rows(parameter: torch.Tensor, dimensions: int) -> torch.Tensor:
-    indices = torch.empty((dimensions, 0), dtype=torch.int64)
-    values = torch.empty((0, *parameter.shape[dimensions:]), dtype=parameter.dtype)
-    empty = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
-    return empty.coalesce()
 
 
 def _average_dense(

@@ -1,0 +1,180 @@
+"""What averages the gradients of an optimizer's parameters between two of its steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from overlap.comm.dtype import Op
+from overlap.comm.engine import Engine
+from overlap.comm.request import WORLD, Kind, Request
+
+from . import lifetime
+from .rounds import Options, Rounds
+from .tensors import bytes_of, dtype_of
+from .turn import Next, mean_loss
+
+Named = Mapping[str, torch.nn.Parameter]
+
+# How many optimizers of each process set go through named operations: their names are equal on all its ranks,
+# which make them in the same order.
+_counts: WeakKeyDictionary[Engine, Counter[int]] = WeakKeyDictionary()
+
+
+def _make_name(engine: Engine, group: int) -> str:
+    counts = _counts.setdefault(engine, Counter())
+    counts[group] += 1
+    return f"DistributedOptimizer.{group}.{counts[group]}"
+
+
+class Averaging(Protocol):
+    """Between the last backward and the optimizer's step."""
+
+    def finish(self, loss: float | None) -> float | None:
+        """Collective: every trainable parameter has its average afterwards; returns the ranks' mean loss."""
+
+    def pending(self) -> bool:
+        """Whether something was averaged that no step has used yet."""
+
+    def forget(self) -> None:
+        """What was accumulated is of no use any more."""
+
+    def set_passes(self, passes: int) -> None:
+        """How many backwards an average is of."""
+
+    def detach(self) -> None:
+        """Backwards are local from now on."""
+
+
+class Overlapped:
+    """Averages behind backward, in buckets, as `overlap.attach` does.
+
+    Args:
+        named: the optimizer's parameters.
+        group: the process set whose ranks take part.
+    """
+
+    def __init__(self, engine: Engine, named: Named, options: Options, group: int = WORLD) -> None:
+        self._engine, self._named, self._steps = engine, named, 0
+        self._channel = channel = engine.open_channel("gradients", group)
+        # At exit `shutdown` closes it.
+        weakref.finalize(self, channel.let_go).atexit = False
+        self._rounds = Rounds(channel, named, options)
+        lifetime.keep(self, named.values())
+
+    def finish(self, loss: float | None) -> float | None:
+        rounds = self._rounds
+        if not rounds.can_step():
+            return loss
+        if rounds.never_averaged() is not None:
+            rounds.run_own()
+        turns = rounds.follow(Next.STEP, loss, self._steps)
+        rounds.begin_step()
+        rounds.fill_with_zeros()
+        self._steps += 1
+        return None if loss is None else mean_loss(turns)
+
+    def pending(self) -> bool:
+        return bool(self._rounds.averaged.any())
+
+    def forget(self) -> None:
+        self._rounds.forget()
+
+    def set_passes(self, passes: int) -> None:
+        self._rounds.passes = passes
+
+    def detach(self) -> None:
+        self._rounds.close()
+        lifetime.let_go(self._named.values())
+        self._engine.close_channel(self._channel)
+
+
+class Compressed:
+    """Averages between backward and step, through a compressor that only its author knows.
+
+    Args:
+        compression: has `compress(tensor)`, which gives a tensor and a context, and `decompress` of both.
+    """
+
+    def __init__(self, engine: Engine, named: Named, op: Op, compression: Any, group: int = WORLD) -> None:
+        self._engine, self._named, self._op, self._group = engine, named, op, group
+        self._compression = compression
+        self._name = _make_name(engine, group)
+
+    def finish(self, loss: float | None) -> float | None:
+        trainable = [p for p in self._named.values() if p.requires_grad]
+        pairs = []
+        for parameter in trainable:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+            pairs.append(self._compression.compress(grad.to_dense() if grad.is_sparse else grad))
+        sent = reduce_tensors(self._engine, self._name, [p for p, _ in pairs], self._op, self._group)
+        for parameter, reduced, (_, context) in zip(trainable, sent, pairs, strict=True):
+            parameter.grad = self._compression.decompress(reduced, context)
+        if loss is None:
+            return None
+        mean = torch.tensor([loss], dtype=torch.float64)
+        [mean] = reduce_tensors(self._engine, f"{self._name}.loss", [mean], Op.AVERAGE, self._group)
+        return float(mean)
+
+    def pending(self) -> bool:
+        return False
+
+    def forget(self) -> None:
+        pass
+
+    def set_passes(self, passes: int) -> None:
+        pass
+
+    def detach(self) -> None:
+        pass
+
+
+class AdasumDeltas:
+    """Lets each rank step for itself, and adds up by Adasum how far the parameters came."""
+
+    def __init__(self, engine: Engine, named: Named, compression: Any) -> None:
+        self._engine, self._named, self._compression = engine, named, compression
+        self._name = _make_name(engine, WORLD)
+
+    def step(self, local_step: Callable[[], Any]) -> Any:
+        parameters = [p for p in self._named.values() if p.requires_grad]
+        starts = [parameter.detach().clone() for parameter in parameters]
+        result = local_step()
+        with torch.no_grad():
+            deltas = [p.detach() - start for p, start in zip(parameters, starts, strict=True)]
+            pairs = [_compress(self._compression, delta) for delta in deltas]
+            sent = reduce_tensors(self._engine, self._name, [p for p, _ in pairs], None, WORLD)
+            for parameter, start, delta, (_, context) in zip(parameters, starts, sent, pairs, strict=True):
+                parameter.copy_(start + _decompress(self._compression, delta, context))
+        return result
+
+
+def _compress(compression: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    return (tensor, None) if compression is None else compression.compress(tensor)
+
+
+def _decompress(compression: Any, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+    return tensor if compression is None else compression.decompress(tensor, context)
+
+
+def reduce_tensors(
+    engine: Engine, name: str, tensors: Sequence[torch.Tensor], op: Op | None, group: int
+) -> list[torch.Tensor]:
+    """Collective, as one: new tensors, reduced by `op`, or by Adasum where it is None."""
+    copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+    dtypes = [dtype_of(name, copy) for copy in copies]
+    shapes = tuple((dtype, tuple(copy.shape)) for dtype, copy in zip(dtypes, copies, strict=True))
+    kind = Kind.ADASUM if op is None else Kind.ALLREDUCE
+    arrays: list[np.ndarray] = [
+        bytes_of(copy).view(dtype.storage).reshape(tuple(copy.shape))
+        for dtype, copy in zip(dtypes, copies, strict=True)
+    ]
+    if arrays:
+        engine.named.submit(name, Request(kind, shapes, op=op, group=group), arrays).wait()
+    return copies
