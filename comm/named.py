@@ -170,6 +170,7 @@ class NamedOperations:
     def remove_group(self, number: int) -> None:
         """Collective over the world: what is in flight in the process set fails."""
         self.submit("remove_process_set", Request(Kind.REMOVE_GROUP, root=number)).wait()
+        self.names.forget(number)
 
     def duplicate(self, group: int) -> Communicator:
         """Collective over `group`: a communicator of its ranks, for the caller's own use."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from overlap.comm.engine import Engine
 from overlap.comm.errors import CommError as HorovodInternalError
 from overlap.comm.named import NamedOperations
 from overlap.frameworks.torch import collectives, optimizer
+from overlap.frameworks.torch.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from overlap.frameworks.torch.collectives import (
     Adasum,
     Average,
@@ -43,6 +46,7 @@ from overlap.frameworks.torch.collectives import (
 )
 from overlap.frameworks.torch.compression import Compression
 from overlap.frameworks.torch.optimizer import DistributedOptimizer
+from overlap.frameworks.torch.sync_batch_norm import SyncBatchNorm
 
 from . import runtime
 from .basics import (
@@ -64,11 +68,14 @@ from .basics import (
     stop_timeline,
 )
 from .config import Settings
+from .objects import allgather_object, broadcast_object
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .runtime import cross_rank, cross_size, is_initialized, local_rank, local_size, rank, size
 
 
 def _named() -> NamedOperations:
+    if not runtime.is_initialized():
+        raise HorovodInternalError("overlap is not initialized: call hvd.init() first")
     return runtime.engine().named
 
 
@@ -76,6 +83,13 @@ def _engine() -> tuple[Engine, tuple[int, int]]:
     settings = Settings.read()
     edge = min(settings.bucket_mb, settings.edge_bucket_mb)
     return runtime.engine(), (int(settings.bucket_mb * 1e6), int(edge * 1e6))
+
+
+_MPI_LIB_AVAILABLE = False
+
+
+def _check_has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 collectives.named = _named
@@ -93,9 +107,11 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -107,6 +123,9 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",

@@ -86,7 +86,10 @@ def _start(
     engine = named()
     if name is not None:
         return start(engine, kind, f"{prefix}.{name}", tensors, in_place, **request)
-    return engine.names.give(prefix, lambda full: start(engine, kind, full, tensors, in_place, **request))
+    group = request.get("group", 0)
+    return engine.names.give(
+        prefix, lambda full: start(engine, kind, full, tensors, in_place, **request), group
+    )
 
 
 def _begin_reduction(
@@ -100,6 +103,9 @@ def _begin_reduction(
 ) -> int:
     scaled = {"prescale": float(scales[0]), "postscale": float(scales[1])}
     if op == Adasum:
+        for tensor in tensors:
+            if not tensor.is_floating_point():
+                raise ValueError(f"op=Adasum is not defined for {tensor.dtype}: it needs floating point")
         return _begin(Kind.ADASUM, name, prefix, tensors, in_place, group=_group_of(process_set), **scaled)
     return _begin(
         Kind.ALLREDUCE, name, prefix, tensors, in_place, op=_OPS[op], group=_group_of(process_set), **scaled
@@ -350,6 +356,7 @@ def grouped_allgather_async(
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: Any, *tensors: torch.Tensor) -> Any:
+        _check_rows(tensors, "allgather")
         ctx.process_set, ctx.rows = process_set, [len(tensor) for tensor in tensors]
         prefix = "allgather" if len(tensors) == 1 else "grouped_allgather"
         return tuple(synchronize(_begin_allgather(prefix, tensors, name, process_set)))
@@ -577,7 +584,7 @@ def grouped_reducescatter_async(
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], name: str | None, *tensors: torch.Tensor) -> Any:
-        ctx.options, ctx.rows = options, [len(tensor) for tensor in tensors]
+        ctx.options = options
         op, process_set, scales = options
         prefix = "reducescatter" if len(tensors) == 1 else "grouped_reducescatter"
         return tuple(synchronize(_begin_reducescatter(prefix, tensors, name, op, process_set, scales)))

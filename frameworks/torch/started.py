@@ -70,6 +70,9 @@ def start(
             for tensor, result in zip(tensors, used, strict=True):
                 if not _aliases(tensor, result):
                     tensor.copy_(result)
+                elif not tensor.is_inference():
+                    # Written without autograd's knowledge: a backward that needs the old values must fail.
+                    torch.autograd.graph.increment_version(tensor)
         return list(tensors)
 
     return Started(handle, take)
