@@ -37,7 +37,6 @@ from overlap.frameworks.torch.collectives import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    join,
     poll,
     reducescatter,
     reducescatter_async,
@@ -45,6 +44,7 @@ from overlap.frameworks.torch.collectives import (
     synchronize,
 )
 from overlap.frameworks.torch.compression import Compression
+from overlap.frameworks.torch.joining import join
 from overlap.frameworks.torch.optimizer import DistributedOptimizer
 from overlap.frameworks.torch.sync_batch_norm import SyncBatchNorm
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from overlap.comm.engine import Channel, Engine
-from overlap.comm.errors import BackwardAborted
 from overlap.comm.stats import Stats
 from overlap.comm.warn import warn
 
@@ -179,17 +178,7 @@ class Attached:
         return None if loss is None else mean_loss(turns)
 
     def _join_others(self, rounds: Rounds) -> None:
-        while True:
-            for parameter in self._named.values():
-                parameter.grad = None
-            rounds.weights.end_round()
-            try:
-                turns = rounds.follow(Next.JOIN, None, self._steps)
-            except BackwardAborted:  # that rank's own affair; it may go on
-                continue
-            if all(turn.what is Next.JOIN for turn in turns):
-                break
-        made = [turn.steps for turn in turns]
+        made = [turn.steps for turn in rounds.join(self._steps)]
         last = max(range(len(made)), key=lambda rank: (made[rank], rank))
         if min(made) < made[last]:
             rounds.submit(

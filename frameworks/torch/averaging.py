@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -67,6 +67,12 @@ class Overlapped:
         weakref.finalize(self, channel.let_go).atexit = False
         self._rounds = Rounds(channel, named, options)
         lifetime.keep(self, named.values())
+        if group == WORLD:
+            overlapped.add(self)
+
+    def join(self) -> None:
+        """Take part in the other ranks' steps, with nothing, until all ranks have joined."""
+        self._rounds.join(self._steps)
 
     def finish(self, loss: float | None) -> float | None:
         rounds = self._rounds
@@ -90,9 +96,14 @@ class Overlapped:
         self._rounds.passes = passes
 
     def detach(self) -> None:
+        overlapped.discard(self)
         self._rounds.close()
         lifetime.let_go(self._named.values())
         self._engine.close_channel(self._channel)
+
+
+# Those of all ranks, which a rank that joins goes on serving.
+overlapped: WeakSet[Overlapped] = WeakSet()
 
 
 class Compressed:

@@ -24,6 +24,7 @@ from overlap.comm.backends.base import Communicator
 from overlap.comm.bucket import Buckets, State
 from overlap.comm.dtype import Op
 from overlap.comm.engine import Channel
+from overlap.comm.errors import BackwardAborted
 from overlap.comm.handle import Handle
 from overlap.comm.plan import Parameter, Plan, make_plan
 from overlap.comm.span import Span
@@ -137,6 +138,20 @@ class Rounds:
             if all(turn.what is not Next.ROUND for turn in turns):
                 return turns
             self.run_empty()
+
+    def join(self, steps: int) -> list[Turn]:
+        """Take part in the others' rounds and steps, with nothing, until all ranks have joined."""
+        while True:
+            for slot in self._slots:
+                slot.parameter.grad = None
+            self.weights.end_round()
+            self.begin_step()
+            try:
+                turns = self.follow(Next.JOIN, None, steps)
+            except BackwardAborted:  # that rank's own affair; it may go on
+                continue
+            if all(turn.what is Next.JOIN for turn in turns):
+                return turns
 
     def run_own(self) -> None:
         """Average what has accumulated locally, outside of a backward."""

@@ -415,3 +415,31 @@ def test_process_set(ranks):
         return layer.weight.item(), refused
 
     assert ranks(3).run(work) == [(-1.0, True), (-1.0, True), (-1.0, True)]
+
+
+def join_with_uneven_batches():
+    import overlap.torch as hvd
+
+    hvd.init()
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        torch.nn.init.zeros_(model.weight)
+        sgd = torch.optim.SGD(model.parameters(), 1.0)
+        optimizers.append(hvd.DistributedOptimizer(sgd, model.named_parameters()))
+    for _ in range((3, 5)[hvd.rank()]):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    if hvd.rank() == 1:
+        hvd.allreduce(torch.ones(1), name="metric of the longer rank")
+    last = hvd.join()
+    for model in models:
+        hvd.broadcast_parameters(model.state_dict(), last)
+    return last, [model.weight.item() for model in models]
+
+
+def test_c055_join_serves_every_optimizer(pools):
+    """3 steps of both ranks, 2 of rank 1 alone, whose averages count rank 0 as zero."""
+    assert pools(2).run(join_with_uneven_batches) == [(1, [-4.0, -4.0])] * 2
