@@ -66,9 +66,7 @@ class Control:
         self._own.append(message)
         try:
             self._waker.send(b"\0")
-        except BlockingIOError:  # there are wakes enough in the pipe
-            pass
-        except OSError:  # closed
+        except OSError:  # there are wakes enough in the pipe, or it is closed
             pass
 
     def tell_leader(self, message: Any) -> None:

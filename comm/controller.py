@@ -111,11 +111,9 @@ class Controller:
         if pending is None:
             pending = self._pending[key] = _Pending(now_s)
         pending.requests[rank] = request
-        lost = next((self._left[member] for member in members if member in self._left), None)
-        if lost is not None and any(
-            member in self._left for member in set(members) - pending.requests.keys()
-        ):
-            self._refuse(key, tuple(pending.requests), lost)
+        lost = [m for m in members if m in self._left and m not in pending.requests]
+        if lost:
+            self._refuse(key, tuple(pending.requests), self._left[lost[0]])
             del self._pending[key]
         elif len(pending.requests) == len(members):
             self._ready[key] = self._pending.pop(key)

@@ -122,7 +122,7 @@ class NamedOperations:
 
     def _check(self, key: tuple[int, str]) -> None:
         group, name = key
-        if self._closing:
+        if self._closed:
             raise CommError("overlap was shut down: call overlap.init() again")
         if group not in self.groups:
             raise ValueError(f"{name!r}: there is no process set {group}: add it on all ranks before")

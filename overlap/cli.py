@@ -40,6 +40,10 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _seconds_option(flag: str, help: str) -> Any:
+    return typer.Option(flag, parser=_seconds, metavar="S", help=help)
+
+
 @app.callback()
 def _overlap(
     version: Annotated[
@@ -60,33 +64,23 @@ def run(
     ] = False,
     timeout_s: Annotated[
         Optional[float],  # noqa: UP045 - typer reads the annotation
-        typer.Option("--timeout", parser=_seconds, metavar="S", help="End after S seconds: exit code 124."),
+        _seconds_option("--timeout", "End after S seconds: exit code 124."),
     ] = None,
     start_timeout_s: Annotated[
         Optional[float],  # noqa: UP045 - typer reads the annotation
-        typer.Option(
-            "--start-timeout",
-            parser=_seconds,
-            metavar="S",
-            help="Ranks wait S seconds for each other to start.",
-        ),
+        _seconds_option("--start-timeout", "Ranks wait S seconds for each other to start."),
     ] = None,
     stall_warn_s: Annotated[
         Optional[float],  # noqa: UP045 - typer reads the annotation
-        typer.Option(
+        _seconds_option(
             "--stall-check-warning-time-seconds",
-            parser=_seconds,
-            metavar="S",
-            help="Name ranks that a named operation waits for after S seconds.",
+            "Name ranks that a named operation waits for after S seconds.",
         ),
     ] = None,
     stall_abort_s: Annotated[
         Optional[float],  # noqa: UP045 - typer reads the annotation
-        typer.Option(
-            "--stall-check-shutdown-time-seconds",
-            parser=_seconds,
-            metavar="S",
-            help="Fail named operations that wait longer than S seconds.",
+        _seconds_option(
+            "--stall-check-shutdown-time-seconds", "Fail named operations that wait longer than S seconds."
         ),
     ] = None,
 ) -> None:

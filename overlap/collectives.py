@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from overlap.comm.dtype import DType, Op, check_reducible
-from overlap.comm.request import Kind, Outcome, Request
+from overlap.comm.request import WORLD, Kind, Outcome, Request
 
 from . import runtime
 from .process_sets import ProcessSet
@@ -105,7 +105,7 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     """Return when every rank has called it."""
     named = runtime.engine().named
     request = Request(Kind.BARRIER, group=_group_of(process_set))
-    named.names.give("overlap.barrier", lambda full: named.submit(full, request)).wait()
+    named.names.give("overlap.barrier", lambda full: named.submit(full, request), request.group).wait()
 
 
 def join() -> int:
@@ -117,13 +117,7 @@ def join() -> int:
 
 
 def _group_of(process_set: ProcessSet | None) -> int:
-    if process_set is None:
-        return 0
-    if process_set.process_set_id is None:
-        raise ValueError(
-            "this process set is not registered: overlap.add_process_set(it) on all ranks before"
-        )
-    return process_set.process_set_id
+    return WORLD if process_set is None else process_set.number()
 
 
 def _with_rows(x: Any) -> Any:
@@ -157,7 +151,10 @@ def _run(kind: Kind, x: Any, name: str | None, process_set: ProcessSet | None, *
             return _Array(named.submit(full, asked, [array]))
 
     prefix = f"overlap.{kind.value}"
-    started = named.names.give(prefix, start_one) if name is None else start_one(f"{prefix}.{name}")
+    if name is None:
+        started = named.names.give(prefix, start_one, request["group"])
+    else:
+        started = start_one(f"{prefix}.{name}")
     (result,) = started.wait()
     return result if isinstance(x, np.ndarray) or not isinstance(result, np.ndarray) else _like(x, result)
 

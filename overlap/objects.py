@@ -22,7 +22,7 @@ def broadcast_object(
         ValueError: `root_rank`, as the job counts ranks, is not in the set.
         TypeError: it can't be pickled (on all ranks).
     """
-    return exchange.broadcast_object(runtime.engine().named, obj, root_rank, name, _number_of(process_set))
+    return exchange.broadcast_object(runtime.engine().named, obj, root_rank, name, process_set.number())
 
 
 def allgather_object(
@@ -33,10 +33,4 @@ def allgather_object(
     Raises:
         TypeError: one can't be pickled (on all ranks).
     """
-    return exchange.allgather_object(runtime.engine().named, obj, name, _number_of(process_set))
-
-
-def _number_of(process_set: ProcessSet) -> int:
-    if process_set.process_set_id is None:
-        raise ValueError(f"{process_set} is not registered: pass it to init() or add_process_set() before")
-    return process_set.process_set_id
+    return exchange.allgather_object(runtime.engine().named, obj, name, process_set.number())

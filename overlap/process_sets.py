@@ -32,6 +32,16 @@ class ProcessSet:
     def _invalidate(self) -> None:
         self.process_set_id = None
 
+    def number(self) -> int:
+        """Its number.
+
+        Raises:
+            ValueError: it is not registered.
+        """
+        if self.process_set_id is None:
+            raise ValueError(f"{self} is not registered: pass it to init() or add_process_set() before")
+        return self.process_set_id
+
     def size(self) -> int | None:
         """How many ranks it has; None where it is not registered."""
         if self.process_set_id is None:

@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-import numpy as np
 import torch
 
 from overlap.comm.dtype import Op
 from overlap.comm.engine import Engine
-from overlap.comm.request import WORLD, Kind, Request
+from overlap.comm.request import WORLD, Kind
 
 from . import lifetime
 from .rounds import Options, Rounds
-from .tensors import bytes_of, dtype_of
+from .started import start
 from .turn import Next, mean_loss
 
 Named = Mapping[str, torch.nn.Parameter]
@@ -159,33 +158,19 @@ class AdasumDeltas:
         result = local_step()
         with torch.no_grad():
             deltas = [p.detach() - start for p, start in zip(parameters, starts, strict=True)]
-            pairs = [_compress(self._compression, delta) for delta in deltas]
+            pairs = [self._compression.compress(delta) for delta in deltas]
             sent = reduce_tensors(self._engine, self._name, [p for p, _ in pairs], None, WORLD)
             for parameter, start, delta, (_, context) in zip(parameters, starts, sent, pairs, strict=True):
-                parameter.copy_(start + _decompress(self._compression, delta, context))
+                parameter.copy_(start + self._compression.decompress(delta, context))
         return result
-
-
-def _compress(compression: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return (tensor, None) if compression is None else compression.compress(tensor)
-
-
-def _decompress(compression: Any, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-    return tensor if compression is None else compression.decompress(tensor, context)
 
 
 def reduce_tensors(
     engine: Engine, name: str, tensors: Sequence[torch.Tensor], op: Op | None, group: int
 ) -> list[torch.Tensor]:
     """Collective, as one: new tensors, reduced by `op`, or by Adasum where it is None."""
-    copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
-    dtypes = [dtype_of(name, copy) for copy in copies]
-    shapes = tuple((dtype, tuple(copy.shape)) for dtype, copy in zip(dtypes, copies, strict=True))
+    if not tensors:
+        return []
     kind = Kind.ADASUM if op is None else Kind.ALLREDUCE
-    arrays: list[np.ndarray] = [
-        bytes_of(copy).view(dtype.storage).reshape(tuple(copy.shape))
-        for dtype, copy in zip(dtypes, copies, strict=True)
-    ]
-    if arrays:
-        engine.named.submit(name, Request(kind, shapes, op=op, group=group), arrays).wait()
-    return copies
+    reduced: list[torch.Tensor] = start(engine.named, kind, name, tensors, op=op, group=group).wait()
+    return reduced

@@ -15,7 +15,7 @@ import torch
 
 from overlap.comm.dtype import Op
 from overlap.comm.named import NamedOperations
-from overlap.comm.request import Kind
+from overlap.comm.request import WORLD, Kind
 
 from .compression import Compression
 from .started import Started, start
@@ -44,12 +44,7 @@ def reset() -> None:
 
 def _group_of(process_set: Any) -> int:
     """The number of a process set; None is the world."""
-    if process_set is None:
-        return 0
-    if process_set.process_set_id is None:
-        raise ValueError("this process set is not registered: pass it to init() or add_process_set() before")
-    number: int = process_set.process_set_id
-    return number
+    return WORLD if process_set is None else process_set.number()
 
 
 def _op_of(op: int | None, average: bool | None) -> int:

@@ -75,8 +75,6 @@ def DistributedOptimizer(
         if process_set.process_set_id is None:
             raise ValueError(f"{process_set} is not registered: pass it to add_process_set before")
         group, size = process_set.process_set_id, process_set.size() if process_set.included() else 1
-    if compression is NoneCompressor:
-        compression = None
     wire = getattr(compression, "wire", None)
     base = type(optimizer)
     made = type(base.__name__, (_Distributed, base), {"__module__": __name__, "__doc__": base.__doc__})
@@ -101,7 +99,7 @@ def DistributedOptimizer(
 
 
 def _start(engine: Engine, named: Named, compression: Any, options: Options, group: int) -> Averaging:
-    if compression is not None and options.wire is None:
+    if compression is not NoneCompressor and options.wire is None:
         return Compressed(engine, named, options.op, compression, group)
     return Overlapped(engine, named, options, group)
 

@@ -344,6 +344,9 @@ def ask_while(dies):
         with pytest.raises(PeerLost) as error:
             handle.wait(PATIENCE_S)
         errors.append(error.value.rank)
+    # Whoever asks once more is told the same, not that overlap was shut down.
+    with pytest.raises(PeerLost):
+        named.submit("later", Request(Kind.BARRIER)).wait(PATIENCE_S)
     return errors
 
 
