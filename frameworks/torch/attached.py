@@ -167,7 +167,10 @@ class Attached:
         rounds = self._rounds
         if rounds is None or not rounds.can_step():
             return loss
+        if rounds.passes > 1 and rounds.never_averaged() is not None:
+            rounds.run_own()  # a step after fewer backwards, or more, than an average is of
         turns = rounds.follow(Next.STEP, loss, self._steps)
+        rounds.begin_step()
         self._warn_of_local_gradients(rounds)
         self._steps += 1
         all_step = all(turn.what is Next.STEP for turn in turns)

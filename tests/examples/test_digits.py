@@ -26,6 +26,7 @@ def run(*command: str, script: Path = EXAMPLE) -> str:
         [*command, sys.executable, str(script)], capture_output=True, text=True, timeout=110, env=environ
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
     return done.stdout
 
 

@@ -440,6 +440,38 @@ def test_buffers_are_each_ranks_own_until_synchronised(ranks):
     assert ranks(2).run(work) == [(1.0, 1.0), (2.0, 1.0)]
 
 
+@pytest.mark.parametrize("weights", [None, (1.0, 3.0)])
+def test_a_step_after_another_number_of_backwards_is_averaged_too(ranks, weights):
+    """Epochs of 3 and passes of 2: of each step's gradients all are averaged, and nobody is warned."""
+
+    def work():
+        overlap.init()
+        layer = linear()
+        attached = overlap.attach(layer, backward_passes_per_step=2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        rank, seen = overlap.rank(), []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for backwards in (3, 1, 2, 3, 2):
+                optimizer.zero_grad()
+                for number in range(backwards):
+                    if weights is not None:
+                        attached.weight = weights[rank]
+                    layer(torch.tensor([[(rank + 1.0) * (number + 1)]])).sum().backward()
+                optimizer.step()
+                seen.append(layer.weight.grad.item())
+        return seen
+
+    if weights is None:
+        expected = [1.5 * sum(range(1, n + 1)) for n in (3, 1, 2, 3, 2)]
+        assert ranks(2).run(work) == [expected] * 2
+    else:
+        first, second = ranks(2).run(work)
+        assert first == second
+        # One round or two, each the mean of its backwards by weight: (1 * 1 + 3 * 2) / 4 times their sum.
+        assert first[1] == pytest.approx(7 / 4)
+
+
 @pytest.mark.parametrize("name", ["backward_passes_per_step", "check_every"])
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
 def test_bad_counts(name, value):
