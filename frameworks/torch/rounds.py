@@ -29,6 +29,7 @@ from overlap.comm.handle import Handle
 from overlap.comm.plan import Parameter, Plan, make_plan
 from overlap.comm.span import Span
 from overlap.comm.stats import Recorder
+from overlap.comm.warn import warn
 
 from . import hooks
 from .record import Record, check_records
@@ -111,6 +112,7 @@ class Rounds:
         # A forked child (a data-loader worker) has hooks but no engine thread: its backwards are local.
         self._process = os.getpid()
         self._paused = 0  # depth of no_sync blocks
+        self._warned = False
         self._open = False  # a backward has made gradients, and its end has not come
         self._order: list[int] = []  # in which gradients came that are in no bucket
         self._flying: list[Handle[None]] = []
@@ -195,7 +197,7 @@ class Rounds:
 
     def take_turn(self, what: Next, loss: float | None = None, steps: int = 0) -> Handle[list[Turn]]:
         """Tell the others what this rank does next, and learn what they do."""
-        turn = Turn(what, self.weights.told(), loss, steps)
+        turn = Turn(what, self.weights.told(), loss, steps, self.weights.last)
 
         def work(communicator: Communicator) -> list[Turn]:
             turns = turn.exchange(communicator)
@@ -217,6 +219,12 @@ class Rounds:
         if self._paused or self._local_open or self._local_passes + 1 < self.passes:
             self._begin_local()
             return False
+        if torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            warn(
+                "backward(create_graph=True): averaged gradients are no part of the graph. For a penalty on "
+                "gradients take them from torch.autograd.grad(..., create_graph=True)"
+            )
         self._settle()  # an aborted round may still be in flight
         hooks.EndOfBackward(self)
         self.weights.add()

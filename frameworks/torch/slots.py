@@ -25,6 +25,8 @@ _OWN_REFERENCES = 3
 
 UNPLANNED = -1
 
+_address_of: Any = torch.Tensor.data_ptr
+
 
 class Slot:
     """One parameter's gradient.
@@ -32,6 +34,7 @@ class Slot:
     Attributes:
         parameter, name, index: whose gradient.
         slice: its place in a bucket; None while it is in no bucket.
+        address: of the slice's memory.
         expected: how often its gradient accumulates in one backward, as the last one showed; the last of them
             makes it ready. UNPLANNED while it is in no bucket.
         left: how many of them are to come in this round; below zero it came more often.
@@ -44,6 +47,7 @@ class Slot:
     __slots__ = (
         "_buffer",
         "_offset",
+        "address",
         "bucket",
         "dtype",
         "expected",
@@ -67,6 +71,7 @@ class Slot:
         self.listener: Any = None
         self.bucket = 0
         self.slice: torch.Tensor | None = None
+        self.address = 0
         self.expected = self.left = UNPLANNED
         self.small = False
         self._buffer: Buffer | None = None
@@ -77,6 +82,7 @@ class Slot:
         parameter = self.parameter
         self.bucket, self._buffer, self._offset = bucket, buffer, offset
         self.slice = make_slice(buffer, offset, parameter, self.dtype)
+        self.address = self.slice.data_ptr()
         self.small = parameter.is_contiguous() and parameter.numel() * parameter.element_size() < _SMALL_BYTES
         if self.expected == UNPLANNED:  # and `left` has counted down from it
             self.expected, self.left = max(1, UNPLANNED - self.left), 0
@@ -94,6 +100,8 @@ class Slot:
         parameter, slice = self.parameter, self.slice
         assert slice is not None
         grad = parameter.grad
+        if slice.data_ptr() != self.address:
+            slice = self._make_slice()  # somebody gave it other memory: `grad.data = ...`, `model.half()`
         if grad is not slice:
             if sys.getrefcount(slice) > _OWN_REFERENCES:
                 slice = self._leave_to_user()
@@ -106,9 +114,13 @@ class Slot:
 
     def _leave_to_user(self) -> torch.Tensor:
         """Somebody kept last round's gradient: that tensor gets memory of its own, the slice a new tensor."""
-        assert self.slice is not None and self._buffer is not None
+        assert self.slice is not None
         with torch.no_grad():
             self.slice.set_(self.slice.clone())  # type: ignore[call-overload]  # missing in torch's stubs
+        return self._make_slice()
+
+    def _make_slice(self) -> torch.Tensor:
+        assert self._buffer is not None
         self.slice = make_slice(self._buffer, self._offset, self.parameter, self.dtype)
         return self.slice
 
@@ -171,6 +183,7 @@ class _Run:
     def __init__(self, slots: Sequence[Slot], buffer: Buffer, offset: int) -> None:
         self._slots = slots
         self._parameters = [slot.parameter for slot in slots]
+        self._addresses = [slot.address for slot in slots]
         self._only_vectors = all(parameter.dim() == 1 for parameter in self._parameters)
         count = sum(parameter.numel() for parameter in self._parameters)
         dtype = slots[0].dtype
@@ -183,7 +196,9 @@ class _Run:
         grads = [parameter.grad for parameter in self._parameters]
         slices = [slot.slice for slot in self._slots]
         # A gradient that is its slice already counts here too: `grads` holds it.
-        if max(map(sys.getrefcount, slices)) > _OWN_REFERENCES or not self._copy(grads):
+        kept = max(map(sys.getrefcount, slices)) > _OWN_REFERENCES
+        moved = list(map(_address_of, slices)) != self._addresses
+        if kept or moved or not self._copy(grads):
             for slot in self._slots:
                 slot.fill()
             return

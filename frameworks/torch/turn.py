@@ -29,24 +29,34 @@ class Turn:
         weight: of what it has accumulated since gradients were last averaged; None where it set none.
         loss: what the closure of an optimizer returned, to be averaged; None where there is no closure.
         steps: how many steps it has made.
+        share: the weight of what the loss is of: of the last round; None where it set none.
     """
 
     what: Next
     weight: float | None = None
     loss: float | None = None
     steps: int = 0
+    share: float | None = None
 
     def exchange(self, communicator: Communicator) -> list[Turn]:
         """Collective: every rank's turn, in rank order."""
-        given = [math.nan if value is None else value for value in (self.weight, self.loss)]
+        given = [self.weight, self.loss, self.share]
         # A loss may be NaN itself, so whether there is one is said apart.
-        table = np.empty((communicator.size, 6))
-        table[communicator.rank] = self.what, self.steps, self.weight is None, self.loss is None, *given
-        communicator.allgather(Span.wrap(table), [6] * communicator.size)
-        return [
-            Turn(Next(int(what)), None if no_weight else weight, None if no_loss else loss, int(steps))
-            for what, steps, no_weight, no_loss, weight, loss in table.tolist()
-        ]
+        table = np.empty((communicator.size, 8))
+        table[communicator.rank] = (
+            self.what,
+            self.steps,
+            *(value is None for value in given),
+            *(math.nan if value is None else value for value in given),
+        )
+        communicator.allgather(Span.wrap(table), [8] * communicator.size)
+        turns = []
+        for what, steps, *rest in table.tolist():
+            weight, loss, share = (
+                None if absent else value for absent, value in zip(rest[:3], rest[3:], strict=True)
+            )
+            turns.append(Turn(Next(int(what)), weight, loss, int(steps), share))
+        return turns
 
 
 def divisor_of(turns: Sequence[Turn]) -> float | None:
@@ -71,6 +81,14 @@ def check_weights(turns: Sequence[Turn]) -> None:
 
 
 def mean_loss(turns: Sequence[Turn]) -> float:
-    """The mean of the losses of those ranks that have one."""
-    losses = [turn.loss for turn in turns if turn.loss is not None]
-    return sum(losses) / len(losses)
+    """The mean of the losses of those ranks that have one, by the weights that their gradients had.
+
+    A rank of weight 0 has no say, be its loss NaN (from 0 / 0).
+    """
+    losses = [
+        (turn.loss, 1.0 if turn.share is None else turn.share) for turn in turns if turn.loss is not None
+    ]
+    total = sum(share for _, share in losses)
+    if not total:
+        return sum(loss for loss, _ in losses) / len(losses)
+    return sum(loss * share for loss, share in losses if share) / total

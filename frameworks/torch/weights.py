@@ -20,11 +20,13 @@ class Weights:
 
     Attributes:
         current: the weight of the next backward; None where all count alike.
+        last: what this rank counted in the last round.
     """
 
     def __init__(self, slots: Sequence[Slot], fresh: Callable[[Slot], bool]) -> None:
         self.current: float | None = None
         self._total = 0.0
+        self.last: float | None = None
         self._slots, self._fresh = slots, fresh
         # Torch holds these nodes weakly; a parameter's is another one once it was frozen or changed type.
         self._nodes: dict[int, Any] = {}
@@ -85,7 +87,7 @@ class Weights:
 
     def end_round(self) -> None:
         """Whatever became of it: what was set aside and not put back is void."""
-        self._total = 0.0
+        self.last, self._total = self.told(), 0.0
         self._aside.clear()
 
     def remove(self) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import pickle
+import warnings
 
 import pytest
 
@@ -888,3 +889,48 @@ def test_a_hook_that_nothing_averages_for_raises(ranks):
         return True
 
     assert ranks(2).run(work) == [True, True]
+
+
+@pytest.mark.parametrize("width", [1, 200])
+@pytest.mark.parametrize("how", ["data", "set", "half", "share_memory"])
+def test_a_gradient_that_was_given_other_memory_goes_on(ranks, how, width):
+    """`p.grad.data = clipped` and `model.half().float()` move the very tensor that is the bucket's slice."""
+
+    def work(how, width):
+        overlap.init()
+        layer = nn.Linear(width, width)
+        overlap.attach(layer)
+        seen = []
+        for step in range(4):
+            if step != 2:  # once without: it accumulates into the tensor that was moved
+                layer.zero_grad()
+            (layer(torch.ones(1, width)).sum() * (step + 1.0) * (overlap.rank() + 1)).backward()
+            seen.append(layer.weight.grad[0, 0].item())
+            if how == "data":
+                layer.weight.grad.data = layer.weight.grad.data.clamp(-99, 99)
+            elif how == "set":
+                layer.weight.grad.set_(layer.weight.grad.clone())
+            elif how == "half":
+                layer.half().float()
+            else:
+                layer.share_memory()
+        return seen
+
+    # Step 2 adds 3 times 1 or 2 to the average of step 1: the mean of all is 3 + 4.5.
+    assert ranks(2).run(work, how, width) == [[1.5, 3.0, 7.5, 6.0]] * 2
+
+
+def test_a_backward_that_makes_a_graph_is_warned_of_once(ranks):
+    def work():
+        overlap.init()
+        layer = linear()
+        overlap.attach(layer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                layer(torch.ones(1, 1)).square().sum().backward(create_graph=True)
+                layer.zero_grad()
+            layer(torch.ones(1, 1)).sum().backward()
+        return [str(each.message).partition(":")[0] for each in caught if "averaged" in str(each.message)]
+
+    assert ranks(2).run(work) == [["backward(create_graph=True)"]] * 2

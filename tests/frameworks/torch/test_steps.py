@@ -472,6 +472,41 @@ def test_a_step_after_another_number_of_backwards_is_averaged_too(ranks, weights
         assert first[1] == pytest.approx(7 / 4)
 
 
+def test_a_closures_loss_is_weighted_as_its_gradient_is(ranks):
+    """A rank without samples has a NaN loss and weight 0; line searches need the loss of the gradient."""
+
+    def work(counts):
+        overlap.init()
+        rank = overlap.rank()
+        layer = linear().double()
+        one = copy.deepcopy(layer)
+        attached = overlap.attach(layer)
+        values = torch.arange(1.0, 1.0 + sum(counts), dtype=torch.float64)[:, None]
+        start = sum(counts[:rank])
+
+        def minimize(model, x, weight):
+            optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+            def closure():
+                optimizer.zero_grad()
+                if weight is not None:
+                    attached.weight = weight
+                loss = (model(x) - 3 * x - 1).square().mean()
+                loss.backward()
+                return loss
+
+            return [float(optimizer.step(closure)) for _ in range(3)], model.weight.item()
+
+        mine = minimize(layer, values[start : start + counts[rank]], counts[rank])
+        losses, weight = minimize(one, values, None)
+        assert mine[0] == pytest.approx(losses, rel=1e-9)
+        assert mine[1] == pytest.approx(weight, rel=1e-9)
+        return mine
+
+    for counts in ((3, 0), (7, 1)):
+        assert len({repr(result) for result in ranks(2).run(work, counts)}) == 1
+
+
 @pytest.mark.parametrize("name", ["backward_passes_per_step", "check_every"])
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
 def test_bad_counts(name, value):
