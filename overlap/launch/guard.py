@@ -93,9 +93,11 @@ def main(launcher: int, job: str) -> None:
     sessions, done = _watch(launcher)
     if not done:
         end_sessions(sessions, job)
-        # A rank that was just being started is found by the job's id, once it runs its own program.
-        time.sleep(0.3)
-        end_sessions(sessions, job)
+        # A rank that was just being started is found by the job's id, once it runs its own program; and on a
+        # busy machine that takes its time.
+        for pause_s in (0.1, 0.2, 0.4, 0.8):
+            time.sleep(pause_s)
+            end_sessions(sessions, job)
 
 
 if __name__ == "__main__":
